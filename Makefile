@@ -1,0 +1,78 @@
+# Everstep's commands. `make` alone lists them. Two need nothing else on a fresh machine: `make demo` and `make test`.
+
+SHELL := /bin/bash
+PYTHON ?= python3
+BIN := .venv/bin
+VENV := .venv/.stamp
+PAGES := dashboard/static/vendor/.stamp
+SEED ?= 1
+SCHEDULES ?= 500
+# Management commands that need no state of their own keep the little that they write out of the demo's folder.
+SCRATCH := EVERSTEP_HOME=$(CURDIR)/.venv/scratch
+
+.PHONY: help install demo demo-check check check-format check-lint check-types check-imports check-unit test proof \
+	simulate screenshots openapi lock clean
+.DEFAULT_GOAL := help
+
+help: ## list these commands
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-12s %s\n", $$1, $$2 }'
+
+$(VENV): requirements/dev.lock pyproject.toml
+	@PYTHON=$(PYTHON) .ci/venv
+	@touch $@
+
+$(PAGES): $(VENV) package-lock.json dashboard/management/commands/vendor_static.py
+	@$(SCRATCH) $(BIN)/python manage.py vendor_static
+	@touch $@
+
+install: $(VENV) $(PAGES) ## install everything into .venv; the other commands do so by themselves
+
+demo: install ## server, agents and a real training job on this machine; Ctrl-C stops all. ARGS="--port 9000"
+	@$(BIN)/everstep demo $(ARGS)
+
+demo-check: install ## the demo without a person: one drill, its proof recomputed. BUG=optimizer|scheduler|sampler|ghost
+	@PYTHONPATH=tests/acceptance BUG=$(BUG) KEEP=$(KEEP) SEED=$(SEED) $(BIN)/python -m demo_check
+
+check: $(VENV) ## format, lint, types, imports and unit tests, in under a minute
+	@$(MAKE) --no-print-directory --output-sync=target -j2 check-types check-unit check-format check-lint check-imports
+
+check-format: $(VENV)
+	@$(BIN)/ruff format --check --quiet . || { echo 'Run: .venv/bin/ruff format .' >&2; exit 1; }
+
+check-lint: $(VENV)
+	@$(BIN)/ruff check --quiet .
+
+check-types: $(VENV)
+	@$(SCRATCH) $(BIN)/mypy --no-error-summary
+
+check-imports: $(VENV)
+	@$(BIN)/lint-imports >.venv/lint-imports.log || { cat .venv/lint-imports.log; exit 1; }
+
+check-unit: $(VENV)
+	@$(BIN)/pytest -q tests/unit
+
+test: install ## all tests, with browser and whole systems; installs Chromium from apt if there is none
+	@.ci/chromium
+	@$(BIN)/pytest $(ARGS)
+
+proof: install ## every long proof in full, one table at the end (about half an hour). SEED=1
+	@.ci/chromium
+	@$(BIN)/python tests/proof.py --seed $(SEED)
+
+simulate: $(VENV) ## the pure machine against a simulated fleet under random faults. SCHEDULES=500 SEED=1
+	@$(BIN)/python -m tests.simulation --schedules $(SCHEDULES) --seed $(SEED)
+
+openapi: $(VENV) ## write docs/openapi.json
+	@$(SCRATCH) $(BIN)/python manage.py export_openapi_schema --api dashboard.api.api --indent 2 --output docs/openapi.json
+
+screenshots: install ## a picture of each page, light and dark, into docs/screenshots
+	@.ci/chromium
+	@$(BIN)/python tests/browser/screenshots.py
+
+lock: $(VENV) ## renew requirements/dev.lock from pyproject.toml
+	@.ci/lock
+
+clean: ## remove everything that these commands made, the demo's data in .everstep included
+	rm -rf .venv .everstep node_modules dashboard/static/vendor staticfiles build dist *.egg-info htmlcov .coverage
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,377 @@
+"""Every message of the wire, as tagged structs; agents and server share this module and nothing else.
+
+Facts flow up (agent to server), wishes flow down. Wishes are desired state, never commands: an `Order` says all that a
+node should run, so lost, repeated, late and reordered orders are harmless. Times called `at` are Unix seconds on the
+sender's clock; durations carry `_s`.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+Name = Annotated[str, Meta(min_length=1, max_length=200)]
+Text = Annotated[str, Meta(max_length=4000)]
+Generation = Annotated[int, Meta(ge=1)]
+
+
+class Message(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Base of all messages. Unknown fields are ignored, so that a newer peer may say more."""
+
+
+# --- Values inside messages ---------------------------------------------------------------------------------------
+
+
+class AssignmentPhase(StrEnum):
+    """What the server wants of one generation on one node."""
+
+    PREPARE = "prepare"
+    RUN = "run"
+    STOP = "stop"
+
+
+class SeenPhase(StrEnum):
+    """What one generation on one node really does, as its agent sees it."""
+
+    PREPARING = "preparing"
+    PREPARED = "prepared"
+    PREPARE_FAILED = "prepare_failed"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    STOPPED = "stopped"
+    """Proven: no process of the generation is left on the node; `proof` says how that is known."""
+    REFUSED = "refused"
+    """The agent's own policy or its record of generations forbids it; `detail` says which."""
+
+
+class ProofKind(StrEnum):
+    """How an agent knows that a generation is gone from its node."""
+
+    CGROUP_EMPTY = "cgroup_empty"
+    PROC_SCAN_EMPTY = "proc_scan_empty"
+    NEVER_STARTED = "never_started"
+
+
+class StopProof(Message, frozen=True, kw_only=True):
+    kind: ProofKind
+    at: float
+    evidence: Text
+    """One sentence: which cgroup was empty, or which mark no process carried."""
+    killed: int = 0
+    """Processes that had to be killed."""
+
+
+class NodeFacts(Message, frozen=True, kw_only=True):
+    """What a node is. Sent with every hello."""
+
+    hostname: str = ""
+    address: str = "127.0.0.1"
+    rack: str = ""
+    cpu_count: int = 0
+    memory_bytes: int = 0
+    gpu_count: int = 0
+    gpu_model: str = ""
+    simulated_gpus: bool = False
+    slots: int = 1
+    """Ranks that the node takes at once: its GPUs, or what its configuration says."""
+
+
+class HighestGeneration(Message, frozen=True, kw_only=True):
+    """The newest plan that an agent has on disk for a job; it refuses what is older."""
+
+    job: Name
+    generation: Generation
+    plan_id: Name
+
+
+class GpuSample(Message, frozen=True, kw_only=True):
+    """One GPU at one moment. A value that could not be read is None: unknown, never zero."""
+
+    uuid: Name
+    index: int
+    at: float
+    name: str = ""
+    utilization_percent: float | None = None
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    temperature_c: float | None = None
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    sm_clock_mhz: float | None = None
+    clock_event_reasons: int | None = None
+    problem: str = ""
+    """Why values are missing, for example `probe hung`."""
+
+
+class StepReport(Message, frozen=True, kw_only=True):
+    """One finished optimizer step of one rank. The span is of global sample indices: [start, stop)."""
+
+    rank: int
+    step: int
+    at: float
+    loss: float | None = None
+    learning_rate: float | None = None
+    grad_norm: float | None = None
+    epoch: int = 0
+    span_start: int | None = None
+    span_stop: int | None = None
+    step_time_s: float | None = None
+
+
+class LaunchSpec(Message, frozen=True, kw_only=True):
+    """All that a node needs to start its share of one generation; frozen with the plan."""
+
+    argv: list[str]
+    """The training script's command line; argv[0] is the interpreter. Never passed to a shell."""
+    working_directory: str
+    environment: dict[str, str]
+    user: str = ""
+    """Account to run the ranks as; empty means the agent's own."""
+    run_id: Name
+    """Fresh for each generation; names the rendezvous."""
+    node_rank: int
+    node_count: int
+    ranks_per_node: int
+    first_rank: int
+    world_size: int
+    master_address: str
+    master_port: int | None = None
+    """None while preparing on node rank 0: its agent reserves a port and reports it. Always set in phase `run`."""
+    checkpoint_directory: str
+    parent_generation: int | None = None
+    """Checkpoint to resume from; None means start from the beginning."""
+    parent_step: int | None = None
+    expected_fingerprint: str = ""
+    stop_limit_s: float = 30.0
+
+
+class Assignment(Message, frozen=True, kw_only=True):
+    """One generation that a node should prepare, run or have stopped."""
+
+    job: Name
+    generation: Generation
+    plan_id: Name
+    phase: AssignmentPhase
+    launch: LaunchSpec | None = None
+    """None only with phase `stop`."""
+
+
+class FaultKind(StrEnum):
+    KILL_RANK = "kill-rank"
+
+
+class FaultOrder(Message, frozen=True, kw_only=True):
+    """One drill's fault, applied at most once by the agent, never after `not_after`."""
+
+    drill: Name
+    kind: FaultKind
+    job: Name
+    generation: Generation
+    rank: int
+    not_after: float
+    """Unix seconds on the server's clock; the agent stores it on disk before it applies the fault."""
+    steps_after_save: int = 0
+    """Wait until the rank is at least this many steps past its latest checkpoint."""
+
+
+# --- Agent to server ----------------------------------------------------------------------------------------------
+
+
+class Hello(Message, frozen=True, kw_only=True, tag="hello"):
+    protocol: int
+    agent_version: str
+    node: Name
+    boot_id: Name
+    outbox_id: Name
+    """Names the numbering of durable messages; a fresh id means that numbering starts at 1 again."""
+    facts: NodeFacts
+    highest: list[HighestGeneration] = []
+
+
+class Heartbeat(Message, frozen=True, kw_only=True, tag="heartbeat"):
+    at: float
+    revision: int
+    """Newest order that the agent has taken over; 0 if none."""
+
+
+class GpuSamples(Message, frozen=True, kw_only=True, tag="gpu_samples"):
+    samples: list[GpuSample]
+
+
+class StepReports(Message, frozen=True, kw_only=True, tag="step_reports"):
+    job: Name
+    generation: Generation
+    steps: list[StepReport]
+
+
+class RankStarted(Message, frozen=True, kw_only=True, tag="rank_started"):
+    job: Name
+    generation: Generation
+    rank: int
+    pid: int
+    at: float
+
+
+class RankResumed(Message, frozen=True, kw_only=True, tag="rank_resumed"):
+    """A rank is about to make its first step; digests were taken from its live objects."""
+
+    job: Name
+    generation: Generation
+    rank: int
+    step: int
+    """Steps already done: 0 at the beginning, otherwise the parent's step."""
+    total_steps: int | None = None
+    at: float
+    parent_generation: int | None = None
+    saved_digest: dict[str, str] = {}
+    """Per part (model, optimizer, scheduler, rng, sampler, ...), from the parent's manifest; empty if none."""
+    live_digest: dict[str, str] = {}
+    deterministic: bool = False
+    """The script promises that equal state gives equal losses, bit for bit."""
+
+
+class CheckpointSaved(Message, frozen=True, kw_only=True, tag="checkpoint_saved"):
+    job: Name
+    generation: Generation
+    step: int
+    at: float
+    directory: str
+    size_bytes: int
+    world_size: int
+    parent_generation: int | None = None
+    parent_step: int | None = None
+    save_time_s: float | None = None
+
+
+class RankFinished(Message, frozen=True, kw_only=True, tag="rank_finished"):
+    """The training loop of a rank says that it has done its last step."""
+
+    job: Name
+    generation: Generation
+    rank: int
+    step: int
+    at: float
+
+
+class RankExited(Message, frozen=True, kw_only=True, tag="rank_exited"):
+    job: Name
+    generation: Generation
+    rank: int
+    pid: int
+    at: float
+    exit_code: int | None = None
+    signal: int | None = None
+    detail: Text = ""
+    """Last line of the rank's error, if there is one."""
+
+
+class AssignmentReport(Message, frozen=True, kw_only=True, tag="assignment_report"):
+    """What one generation does on this node; sent whenever it changes, and all of them after each hello."""
+
+    job: Name
+    generation: Generation
+    plan_id: Name
+    phase: SeenPhase
+    at: float
+    detail: Text = ""
+    reason: str = ""
+    """Machine-readable cause of a failure: `port_busy`, `policy`, `checkpoint`, `older_generation`, `runner`."""
+    master_port: int | None = None
+    fingerprint: str = ""
+    fingerprint_parts: dict[str, str] = {}
+    proof: StopProof | None = None
+
+
+class FaultState(StrEnum):
+    ARMED = "armed"
+    APPLIED = "applied"
+    REFUSED = "refused"
+    EXPIRED = "expired"
+
+
+class FaultReport(Message, frozen=True, kw_only=True, tag="fault_report"):
+    drill: Name
+    state: FaultState
+    at: float
+    detail: Text = ""
+
+
+class OutboxGap(Message, frozen=True, kw_only=True, tag="outbox_gap"):
+    """Durable messages that the agent had to drop: shown on the timeline, never silent."""
+
+    first_seq: int
+    last_seq: int
+    reason: Text
+
+
+# --- Server to agent ----------------------------------------------------------------------------------------------
+
+
+class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
+    protocol: int
+    server_version: str
+    at: float
+    heartbeat_interval_s: float
+    acknowledged: int
+    """Durable messages of this outbox that the server already holds."""
+
+
+class HeartbeatReply(Message, frozen=True, kw_only=True, tag="heartbeat_reply"):
+    at: float
+    echo_at: float
+    revision: int
+    """The revision that this node should be at; a higher one than the agent's is pushed as an `Order`."""
+
+
+class Order(Message, frozen=True, kw_only=True, tag="order"):
+    """All that this node should run. A generation that it does not name is left alone and reported."""
+
+    revision: int
+    assignments: list[Assignment] = []
+    faults: list[FaultOrder] = []
+
+
+class Ack(Message, frozen=True, kw_only=True, tag="ack"):
+    """The server has committed every durable message up to and including `through`."""
+
+    through: int
+
+
+class Goodbye(Message, frozen=True, kw_only=True, tag="goodbye"):
+    """Last words before a close, in either direction: why, and what to do."""
+
+    code: int
+    reason: Text
+
+
+FromAgent = (
+    Hello
+    | Heartbeat
+    | GpuSamples
+    | StepReports
+    | RankStarted
+    | RankResumed
+    | CheckpointSaved
+    | RankFinished
+    | RankExited
+    | AssignmentReport
+    | FaultReport
+    | OutboxGap
+    | Goodbye
+)
+FromServer = Welcome | HeartbeatReply | Order | Ack | Goodbye
+
+DURABLE = (
+    StepReports,
+    RankStarted,
+    RankResumed,
+    CheckpointSaved,
+    RankFinished,
+    RankExited,
+    AssignmentReport,
+    FaultReport,
+    OutboxGap,
+)
+"""Numbered, kept by the agent until acknowledged, and stored exactly once by the server."""

@@ -1,0 +1,50 @@
+"""The environment of runner and ranks, built fresh: a few names of the node's, the job's own, and what Everstep adds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from agents.policy import Account
+from agents.protocol.messages import LaunchSpec
+from agents.supervisor.process_table import MARK_VARIABLE
+
+_FROM_NODE = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH")
+"""Everything else of the agent's environment stays with the agent, its join token first of all."""
+
+
+def base_environment(launch: LaunchSpec, *, account: Account, node: Mapping[str, str]) -> dict[str, str]:
+    """What the job's interpreter starts with, before Everstep adds its own."""
+    kept = {name: node[name] for name in _FROM_NODE if name in node}
+    person = {"HOME": account.home, "USER": account.name, "LOGNAME": account.name}
+    return {"PATH": "/usr/local/bin:/usr/bin:/bin", **kept, **person, **launch.environment}
+
+
+def rank_environment(
+    base: Mapping[str, str],
+    launch: LaunchSpec,
+    *,
+    job: str,
+    generation: int,
+    plan_id: str,
+    socket: Path,
+    log_directory: Path,
+) -> dict[str, str]:
+    """All that the runner and every rank of it find; what is a rank's own, the runner adds."""
+    resume = "" if launch.parent_generation is None else f"{launch.parent_generation}:{launch.parent_step}"
+    return {
+        **base,
+        "EVERSTEP_JOB": job,
+        "EVERSTEP_GENERATION": str(generation),
+        "EVERSTEP_PLAN": plan_id,
+        "EVERSTEP_SOCKET": str(socket),
+        "EVERSTEP_CHECKPOINT_DIR": launch.checkpoint_directory,
+        "EVERSTEP_RESUME": resume,
+        "EVERSTEP_LOG_DIR": str(log_directory),
+        MARK_VARIABLE: mark_of(job, generation, plan_id),
+    }
+
+
+def mark_of(job: str, generation: int, plan_id: str) -> str:
+    """What tells the processes of one generation from all others."""
+    return f"{job}:{generation}:{plan_id}"

@@ -1,0 +1,199 @@
+"""Jobs: submit, list, show, stop; their curves and checkpoints."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from django.http import HttpRequest, HttpResponse, JsonResponse
+from ninja import Query, Router
+from pydantic import Field
+
+from dashboard.api.callers import caller
+from dashboard.api.idempotency import once
+from dashboard.api.paging import Cursor, Limit, Page, number_position, page, position
+from dashboard.api.values import Document, Moment, Request
+from recovery import jobs, queries
+from recovery.queries import JobDetail, JobMetrics
+
+router = Router(tags=["jobs"])
+
+
+class JobRequest(Request):
+    """What to train and how. Captured once: later launches use exactly this."""
+
+    name: str = Field(min_length=1, max_length=200)
+    argv: list[str] = Field(min_length=1, max_length=1000, description="Command line; argv[0] is the interpreter.")
+    working_directory: str = Field(min_length=1, max_length=4000)
+    checkpoint_directory: str = Field(min_length=1, max_length=4000)
+    environment: dict[str, str] = Field(default_factory=dict)
+    nodes: int = Field(default=2, ge=1, le=100_000)
+    ranks_per_node: int = Field(default=1, ge=1, le=1024)
+    total_steps: int | None = Field(default=None, ge=1)
+    user: str = Field(default="", max_length=100, description="Account to run as; empty: the agents' own.")
+    stop_limit_s: float = Field(default=30.0, gt=0, le=3600)
+
+
+class JobActionRequest(Request):
+    kind: Literal["stop"]
+
+
+class JobDocument(Document):
+    id: str
+    name: str
+    owner: str
+    state: str
+    state_since: Moment
+    reason: str
+    generation: int
+    last_step: int | None
+    total_steps: int | None
+    nodes: list[str]
+    ranks_per_node: int
+    submitted_at: Moment
+    started_at: Moment | None
+    ended_at: Moment | None
+    stop_wanted: bool
+    open_incident: str | None
+    last_checkpoint_step: int | None
+
+
+class GenerationDocument(Document):
+    number: int
+    plan_id: str
+    wanted: str
+    nodes: list[str]
+    ranks_per_node: int
+    world_size: int
+    parent_generation: int | None
+    parent_step: int | None
+    parent_reason: str
+    placement_reason: str
+    created_at: Moment
+    run_ordered_at: Moment | None
+    first_step_at: Moment | None
+    stop_ordered_at: Moment | None
+    fenced_at: Moment | None
+    reached_step: int | None
+    broken_continuity: bool
+
+
+class CheckpointDocument(Document):
+    generation: int
+    step: int
+    directory: str
+    size_bytes: int
+    world_size: int
+    parent_generation: int | None
+    parent_step: int | None
+    saved_at: Moment
+    save_time_s: float | None
+
+
+class JobDetailDocument(JobDocument):
+    argv: list[str]
+    working_directory: str
+    checkpoint_directory: str
+    nodes_wanted: int
+    last_checkpoint: CheckpointDocument | None
+    generations: list[GenerationDocument]
+    incidents_count: int
+
+
+class PointDocument(Document):
+    """One finished step of one rank; `loss_text` says `nan` or the like where the loss is no number."""
+
+    generation: int
+    step: int
+    at: Moment
+    loss: float | None
+    loss_text: str
+    learning_rate: float | None
+    grad_norm: float | None
+    epoch: int
+    span_start: int | None
+    span_stop: int | None
+    step_time_s: float | None
+
+
+class SeriesDocument(Document):
+    generation: int
+    rank: int
+    parent_generation: int | None
+    parent_step: int | None
+    points: list[PointDocument]
+
+
+class MetricsDocument(Document):
+    """One series per generation. `more`: ask again after the last point; `every`: n if thinned to each n-th step."""
+
+    job: str
+    rank: int
+    canonical: bool
+    series: list[SeriesDocument]
+    more: bool
+    every: int
+
+
+def _document(job_id: str) -> JobDetailDocument:
+    return JobDetailDocument.model_validate(queries.get_job(job_id))
+
+
+@router.post("", response={201: JobDetailDocument}, operation_id="submit_job")
+def submit_job(request: HttpRequest, body: JobRequest) -> JsonResponse:
+    """Submit a job; it is launched as soon as enough nodes are ready."""
+    owner = caller(request).get_username()
+    return once(request, lambda: _document(jobs.submit_job(body.model_dump(), owner=owner).id), status=201)
+
+
+@router.get("", response=Page[JobDocument], operation_id="list_jobs")
+def list_jobs(
+    request: HttpRequest, response: HttpResponse, limit: Limit, cursor: Cursor, state: str | None = None
+) -> dict[str, Any]:
+    """Jobs, newest first; `state` keeps those in one state."""
+    found = queries.list_jobs(state=state, limit=limit + 1, after=position(cursor))
+    return page(request, response, found, limit=limit, key=lambda job: [job.submitted_at, job.id])
+
+
+@router.get("/{job_id}", response=JobDetailDocument, operation_id="get_job")
+def get_job(request: HttpRequest, job_id: str) -> JobDetail:
+    """One job with its generations."""
+    return queries.get_job(job_id)
+
+
+@router.get("/{job_id}/metrics", response=MetricsDocument, operation_id="get_job_metrics")
+def get_metrics(
+    request: HttpRequest,
+    job_id: str,
+    generation: Annotated[int | None, Query(None, ge=1)],
+    rank: Annotated[int | None, Query(None, ge=0, description="Rank 0 if none is named.")],
+    after_step: Annotated[int | None, Query(None, ge=0)],
+    limit: Annotated[int, Query(10_000, ge=1, le=10_000)],
+    max_points: Annotated[int | None, Query(None, ge=10, description="Thin evenly to about this number.")],
+    canonical: Annotated[bool, Query(False, description="Each step once, from the newest generation.")],
+) -> JobMetrics:
+    """Training curves: one series per generation, as they were made or cut to the canonical curve."""
+    return queries.job_metrics(
+        job_id,
+        generation=generation,
+        rank=rank,
+        after_step=after_step,
+        limit=limit,
+        max_points=max_points,
+        canonical=canonical,
+    )
+
+
+@router.get("/{job_id}/checkpoints", response=Page[CheckpointDocument], operation_id="list_job_checkpoints")
+def list_checkpoints(
+    request: HttpRequest, response: HttpResponse, job_id: str, limit: Limit, cursor: Cursor
+) -> dict[str, Any]:
+    """Complete checkpoints, newest generation and step first."""
+    found = queries.job_checkpoints(job_id, limit=limit + 1, after=number_position(cursor))
+    return page(request, response, found, limit=limit, key=lambda one: [one.generation, one.step])
+
+
+@router.post("/{job_id}/actions", response={202: JobDetailDocument}, operation_id="act_on_job")
+def act(request: HttpRequest, job_id: str, body: JobActionRequest) -> JsonResponse:
+    """Stop a job: its ranks are killed and it is not recovered. The answer shows the job as it stands now."""
+    by = caller(request).get_username()
+    return once(request, lambda: _document(jobs.stop_job(job_id, by=by).id), status=202)

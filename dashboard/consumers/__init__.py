@@ -1,0 +1,1 @@
+"""Sockets: agents on one route, browsers on another."""

@@ -1,0 +1,310 @@
+"""The agents' socket: decodes frames, hands facts to `recovery.ingest`, answers heartbeats, pushes orders.
+
+It has its own receive loop, since the stock consumer hops to one shared thread before every message: five times the
+cost, and one slow socket would hold up all others. Database work runs in a small pool of threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from agents.protocol.codec import encode_frame
+from agents.protocol.errors import CloseCode, ProtocolError
+from agents.protocol.messages import (
+    Ack,
+    FromAgent,
+    Goodbye,
+    GpuSamples,
+    Heartbeat,
+    HeartbeatReply,
+    Hello,
+    Message,
+    Order,
+    Welcome,
+)
+from agents.protocol.session import ServerSession
+from agents.protocol.version import PROTOCOL_VERSION
+from dashboard.database_threads import in_database_thread
+from recovery import access, ingest, orders, sessions, wakeup
+from recovery.ids import fresh_id
+
+log = logging.getLogger(__name__)
+
+SERVER_VERSION = "0.1.0"
+HEARTBEAT_INTERVAL_S = 1.0
+HELLO_WITHIN_S = 10.0
+RECORD_EVERY_S = 2.0
+LOOK_EVERY_S = 1.0
+MAX_WAITING_FACTS = 2000
+MAX_BATCH = 500
+
+Receive = Callable[[], Any]
+Send = Callable[[dict[str, Any]], Any]
+
+
+@dataclass(eq=False)
+class Connection:
+    """One open socket of one node."""
+
+    node_id: int
+    node: str
+    send: Send
+    session: str = field(default_factory=lambda: fresh_id("ses"))
+    protocol: ServerSession = field(default_factory=ServerSession)
+    facts: asyncio.Queue[tuple[int, FromAgent]] = field(default_factory=lambda: asyncio.Queue(MAX_WAITING_FACTS))
+    heard_at: float = 0.0
+    offset_s: float | None = None
+    """Smallest (server's clock - agent's clock) seen: the least delayed heartbeat is the best estimate."""
+    seen_revision: int = 0
+    wanted_revision: int = 0
+    pushed_revision: int = -1
+    closing: asyncio.Event = field(default_factory=asyncio.Event)
+    last_words: Goodbye | None = None
+
+    async def say(self, message: Message) -> None:
+        await self.send({"type": "websocket.send", "bytes": encode_frame(message)})
+
+    def close(self, code: CloseCode, reason: str) -> None:
+        """Ask the socket's own task to say goodbye and close."""
+        if self.last_words is None:
+            self.last_words = Goodbye(code=int(code), reason=reason)
+            self.closing.set()
+
+
+class Fleet:
+    """All sockets of this web process, and the one task that keeps rows and sockets in step."""
+
+    def __init__(self) -> None:
+        self.connections: set[Connection] = set()
+        self._task: asyncio.Task[None] | None = None
+        self._hint: asyncio.Task[None] | None = None
+        self._look = asyncio.Event()
+
+    def add(self, connection: Connection) -> None:
+        self.connections.add(connection)
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._run())
+            self._hint = asyncio.create_task(self._listen())
+
+    def remove(self, connection: Connection) -> None:
+        self.connections.discard(connection)
+
+    async def _run(self) -> None:
+        recorded_at = 0.0
+        while self.connections:
+            try:
+                if time.monotonic() - recorded_at > RECORD_EVERY_S:
+                    recorded_at = time.monotonic()
+                    await self._record()
+                await self._compare()
+            except Exception:
+                log.exception("agents' sockets: database not reached, trying again in %.0f s", LOOK_EVERY_S)
+            try:
+                await asyncio.wait_for(self._look.wait(), LOOK_EVERY_S)
+            except TimeoutError:
+                continue
+            self._look.clear()
+        if self._hint is not None:
+            self._hint.cancel()
+
+    async def _listen(self) -> None:
+        """Redis says when orders changed; without it the once-a-second look does."""
+        while True:
+            try:
+                client = wakeup.async_redis_client()
+                async with client, client.pubsub() as channel:
+                    await channel.subscribe(wakeup.ORDERS_CHANNEL)
+                    while True:
+                        message = await channel.get_message(ignore_subscribe_messages=True, timeout=5.0)
+                        if message is not None:
+                            self._look.set()
+            except Exception as err:
+                log.info("orders: no hints from the broker (%s); looking once a second", err)
+                await asyncio.sleep(1.0)
+
+    async def _record(self) -> None:
+        recent = time.time() - 2 * RECORD_EVERY_S
+        heard = {c.node_id: c.heard_at for c in self.connections if c.heard_at > recent}
+        if heard:
+            await in_database_thread(
+                sessions.record_heard,
+                heard,
+                offsets={c.node_id: c.offset_s or 0.0 for c in self.connections},
+                revisions={c.node_id: c.seen_revision for c in self.connections},
+            )
+
+    async def _compare(self) -> None:
+        """Push what changed; close what was superseded or revoked."""
+        ready = [c for c in self.connections if c.protocol.hello is not None and c.pushed_revision >= 0]
+        if not ready:
+            return
+        wanted = await in_database_thread(sessions.wanted_states, [c.node_id for c in ready])
+        for connection in ready:
+            state = wanted.get(connection.node_id)
+            if state is None or state.revoked:
+                connection.close(CloseCode.REVOKED, "This node's credential was revoked. Join again with a new token.")
+            elif state.session != connection.session:
+                connection.close(CloseCode.SUPERSEDED, "A newer connection of this node has taken over.")
+            else:
+                connection.wanted_revision = state.revision
+                if state.revision != connection.pushed_revision:
+                    await push(connection)
+
+
+fleet = Fleet()
+
+
+async def push(connection: Connection) -> None:
+    """Send the node everything that it should run."""
+    order: Order = await in_database_thread(orders.order_for, connection.node_id)
+    connection.pushed_revision = order.revision
+    connection.wanted_revision = max(connection.wanted_revision, order.revision)
+    try:
+        await connection.say(order)
+    except Exception as err:  # the socket's own task sees the close; here only this push is lost
+        log.info("node=%s order not sent: %s", connection.node, err)
+
+
+async def agent_socket(scope: dict[str, Any], receive: Receive, send: Send) -> None:
+    """The ASGI application of one agent's connection."""
+    event = await receive()
+    if event["type"] != "websocket.connect":
+        return
+    await send({"type": "websocket.accept"})
+    node = await in_database_thread(access.node_for_credential, _credential(scope))
+    if node is None:
+        await _end(send, CloseCode.UNAUTHORIZED, "This credential is unknown or revoked. Join with a new join token.")
+        return
+    connection = Connection(node_id=node.pk, node=node.name, send=send)
+    try:
+        await _serve(connection, receive)
+    except ProtocolError as err:
+        log.warning("node=%s closed code=%d %s", node.name, err.code, err.reason)
+        await _end(send, err.code, err.reason)
+    except TimeoutError:
+        await _end(send, CloseCode.MALFORMED, f"No hello within {HELLO_WITHIN_S:.0f} s.")
+    finally:
+        fleet.remove(connection)
+        await in_database_thread(sessions.end_session, connection.node_id, session=connection.session)
+
+
+def _credential(scope: dict[str, Any]) -> str:
+    for name, value in scope.get("headers", []):
+        if name == b"authorization":
+            scheme, _, secret = value.decode("latin-1").partition(" ")
+            return secret.strip() if scheme.lower() == "bearer" else ""
+    return ""
+
+
+async def _end(send: Send, code: int, reason: str) -> None:
+    """Say why, then close. The peer may be gone already."""
+    try:
+        await send({"type": "websocket.send", "bytes": encode_frame(Goodbye(code=int(code), reason=reason))})
+        await send({"type": "websocket.close", "code": int(code), "reason": reason[:100]})
+    except Exception as err:
+        log.debug("goodbye not sent: %s", err)
+
+
+async def _serve(connection: Connection, receive: Receive) -> None:
+    hello = await asyncio.wait_for(_next_message(connection, receive), HELLO_WITHIN_S)
+    if hello is None:
+        return
+    _, message = hello
+    assert isinstance(message, Hello)  # the session lets nothing else be first
+    acknowledged = await in_database_thread(
+        sessions.begin_session, connection.node_id, message, session=connection.session
+    )
+    connection.heard_at = time.time()
+    welcome = Welcome(
+        protocol=PROTOCOL_VERSION,
+        server_version=SERVER_VERSION,
+        at=time.time(),
+        heartbeat_interval_s=HEARTBEAT_INTERVAL_S,
+        acknowledged=acknowledged,
+    )
+    await connection.send({"type": "websocket.send", "bytes": connection.protocol.welcome(welcome)})
+    fleet.add(connection)
+    await push(connection)
+    tasks = {
+        asyncio.create_task(_receive_all(connection, receive)),
+        asyncio.create_task(_store_all(connection)),
+        asyncio.create_task(connection.closing.wait()),
+    }
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    if connection.last_words is not None:
+        await _end(connection.send, connection.last_words.code, connection.last_words.reason)
+
+
+async def _next_message(connection: Connection, receive: Receive) -> tuple[int, FromAgent] | None:
+    """The next message that is no repeat; None once the socket is closed."""
+    while True:
+        event = await receive()
+        if event["type"] == "websocket.disconnect":
+            return None
+        received = connection.protocol.receive(event.get("bytes") or (event.get("text") or "").encode())
+        if received is not None:
+            return received
+
+
+async def _receive_all(connection: Connection, receive: Receive) -> None:
+    while (received := await _next_message(connection, receive)) is not None:
+        now = time.time()
+        connection.heard_at = now
+        seq, message = received
+        match message:
+            case Heartbeat(at=at, revision=revision):
+                delta = now - at
+                connection.offset_s = delta if connection.offset_s is None else min(connection.offset_s, delta)
+                connection.seen_revision = revision
+                reply = HeartbeatReply(at=now, echo_at=at, revision=connection.wanted_revision)
+                await connection.say(reply)
+            case GpuSamples(samples=samples):
+                await in_database_thread(sessions.record_gpus, connection.node_id, samples)
+            case Goodbye(reason=reason):
+                log.info("node=%s says goodbye: %s", connection.node, reason)
+                return
+            case _ if seq:
+                await connection.facts.put((seq, message))
+
+
+async def _store_all(connection: Connection) -> None:
+    """Commit facts in order, as many at once as wait, and acknowledge what is committed."""
+    while True:
+        batch = [await connection.facts.get()]
+        while len(batch) < MAX_BATCH and not connection.facts.empty():
+            batch.append(connection.facts.get_nowait())
+        through = await _store(connection, batch)
+        if through is None:
+            connection.close(CloseCode.SUPERSEDED, "A newer connection of this node has taken over.")
+            return
+        await connection.say(Ack(through=through))
+
+
+async def _store(connection: Connection, batch: list[tuple[int, FromAgent]]) -> int | None:
+    """Try until the database takes it: facts wait in the agent's outbox meanwhile, nothing is dropped."""
+    pause_s = 0.2
+    while True:
+        try:
+            return await in_database_thread(
+                ingest.store_facts,
+                connection.node_id,
+                batch,
+                session=connection.session,
+                offset_s=connection.offset_s or 0.0,
+            )
+        except Exception:
+            log.exception("node=%s facts not stored; trying again in %.1f s", connection.node, pause_s)
+            await asyncio.sleep(pause_s)
+            pause_s = min(pause_s * 2, 5.0)

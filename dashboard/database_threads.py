@@ -1,0 +1,33 @@
+"""Database work of coroutines: a few threads of their own, so that one slow query never holds up other sockets.
+
+Channels' `database_sync_to_async` sends everything through one thread per process; a query of 2 s there delays every
+socket by 2 s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
+
+from django.db import close_old_connections
+
+Result = TypeVar("Result")
+
+_threads = ThreadPoolExecutor(max_workers=4, thread_name_prefix="live-database")
+
+
+async def in_database_thread(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+    """Run a function that uses the ORM, with its connection closed when it is too old or broken."""
+    call = partial(_with_fresh_connection, partial(function, *args, **kwargs))
+    return await asyncio.get_running_loop().run_in_executor(_threads, call)
+
+
+def _with_fresh_connection(call: Callable[[], Result]) -> Result:
+    close_old_connections()
+    try:
+        return call()
+    finally:
+        close_old_connections()

@@ -1,0 +1,137 @@
+"""State dicts as trees: a JSON structure plus the tensors that it points to, and back.
+
+The writer stores structures in a file per rank and tensors through torch.distributed.checkpoint; the digest is taken
+over both. Nothing is pickled, so that loading a checkpoint runs no code of whoever wrote it.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+
+from everstep.errors import UnsupportedState
+
+Structure = Any
+"""JSON: None, bool, int, float, str and list stand for themselves; an object is one of the kinds below, by its "$"."""
+
+_MAPPINGS: dict[str, type] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
+
+
+def flatten(tree: Any, *, path: str) -> tuple[Structure, dict[str, torch.Tensor]]:
+    """The tree's structure and its tensors by path (`path/key/key`), detached but not copied.
+
+    Raises `UnsupportedState` with the path of a value that a checkpoint cannot hold.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    return _flatten(tree, path, tensors), tensors
+
+
+def _flatten(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Structure:
+    if isinstance(value, DTensor) or (isinstance(value, torch.Tensor) and value.layout != torch.strided):
+        raise UnsupportedState(
+            f"Cannot save {path}: {type(value).__name__} with layout {value.layout} is not supported."
+        )
+    if isinstance(value, torch.Tensor):
+        tensors[path] = value.detach()
+        return {"$": "tensor", "path": path, "dtype": str(value.dtype), "shape": list(value.shape)}
+    if isinstance(value, np.ndarray | np.generic):
+        array = np.asarray(value)
+        if array.dtype.hasobject:
+            raise UnsupportedState(f"Cannot save {path}: an array of Python objects. Keep numbers in it.")
+        kind = "array" if isinstance(value, np.ndarray) else "scalar"
+        return {"$": kind, "dtype": array.dtype.str, "shape": list(array.shape), "data": _text(array.tobytes())}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, bytes):
+        return {"$": "bytes", "data": _text(value)}
+    if isinstance(value, list):
+        return [_flatten(item, f"{path}/{i}", tensors) for i, item in enumerate(value)]
+    if isinstance(value, tuple):
+        return {"$": "tuple", "items": [_flatten(item, f"{path}/{i}", tensors) for i, item in enumerate(value)]}
+    if isinstance(value, Mapping):
+        kind = "counter" if isinstance(value, Counter) else "ordered" if isinstance(value, OrderedDict) else "dict"
+        return {"$": kind, "items": [list(_flatten_item(k, v, path, tensors)) for k, v in value.items()]}
+    raise UnsupportedState(
+        f"Cannot save {path}: a {type(value).__name__} cannot be stored. "
+        "Let its state_dict() hold tensors, numbers, strings, lists, tuples and dicts."
+    )
+
+
+def _flatten_item(key: Any, value: Any, path: str, tensors: dict[str, torch.Tensor]) -> tuple[Structure, Structure]:
+    if key is not None and not isinstance(key, str | int | float | bool):
+        raise UnsupportedState(f"Cannot save {path}: a key of type {type(key).__name__}. Use strings or numbers.")
+    return key, _flatten(value, f"{path}/{key}", tensors)
+
+
+def unflatten(structure: Structure, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """The tree that `flatten` took apart."""
+    if isinstance(structure, list):
+        return [unflatten(item, tensors) for item in structure]
+    if not isinstance(structure, dict):
+        return structure
+    match structure["$"]:
+        case "tensor":
+            return tensors[structure["path"]]
+        case "array" | "scalar":
+            data = base64.b64decode(structure["data"])
+            array = np.frombuffer(data, dtype=np.dtype(structure["dtype"])).reshape(structure["shape"]).copy()
+            return array if structure["$"] == "array" else array[()]
+        case "bytes":
+            return base64.b64decode(structure["data"])
+        case "tuple":
+            return tuple(unflatten(item, tensors) for item in structure["items"])
+        case kind:
+            return _MAPPINGS[kind]({key: unflatten(item, tensors) for key, item in structure["items"]})
+
+
+def tensor_entries(structure: Structure) -> Iterator[dict[str, Any]]:
+    """Every entry of kind `tensor` in a structure."""
+    if isinstance(structure, list):
+        for item in structure:
+            yield from tensor_entries(item)
+    elif isinstance(structure, dict):
+        if structure["$"] == "tensor":
+            yield structure
+        for item in structure.get("items", []):
+            yield from tensor_entries(item)
+
+
+def tensor_hash(tensor: torch.Tensor) -> str:
+    """SHA-256 over type, shape and bytes (in the machine's own order) of a tensor on any device."""
+    host = tensor.detach().cpu().contiguous()
+    digest = hashlib.sha256(f"{host.dtype}{tuple(host.shape)}".encode())
+    if host.numel():
+        digest.update(host.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def structure_digest(structure: Structure, hashes: Mapping[str, str]) -> str:
+    """SHA-256 over a structure with its tensors' hashes; independent of the order of keys in dicts."""
+    return hashlib.sha256(json.dumps(_canonical(structure, hashes), sort_keys=True).encode()).hexdigest()
+
+
+def _canonical(structure: Structure, hashes: Mapping[str, str]) -> Structure:
+    if isinstance(structure, list):
+        return [_canonical(item, hashes) for item in structure]
+    if not isinstance(structure, dict):
+        return structure
+    if structure["$"] == "tensor":
+        return {"$": "tensor", "hash": hashes[structure["path"]]}
+    if structure["$"] in _MAPPINGS:
+        items = [[json.dumps(key), _canonical(item, hashes)] for key, item in structure["items"]]
+        return {"$": structure["$"], "items": sorted(items, key=lambda item: str(item[0]))}
+    if structure["$"] == "tuple":
+        return {"$": "tuple", "items": [_canonical(item, hashes) for item in structure["items"]]}
+    return structure
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode()

@@ -1,0 +1,1 @@
+"""What a person types: `everstep <command>`. Standard library only; each command is a module with `add_parser`."""

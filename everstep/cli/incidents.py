@@ -1,0 +1,162 @@
+"""`everstep incident list|show`: what broke, what was done about it, and whether training really goes on."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from everstep.cli.client import OK, Client, Refused, add_access_arguments, client_from
+from everstep.cli.output import (
+    add_output_argument,
+    ago,
+    cell,
+    clean,
+    clock,
+    duration,
+    moment,
+    paint,
+    print_fields,
+    print_json,
+    print_table,
+    tone_of,
+    wants_colour,
+)
+
+MARKS = {"fault": "!", "page": "!", "receipt": "=", "state": ">", "proof": "+", "drill": "*", "operator": "@"}
+"""One mark per kind of entry, so that faults and pages are found without colour; `-` for the others."""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser("incident", help="list and show incidents", description=__doc__)
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    listing = verbs.add_parser("list", help="list incidents, newest first")
+    which = listing.add_mutually_exclusive_group()
+    which.add_argument("--open", dest="ended", action="store_false", default=None, help="only those that are open")
+    which.add_argument("--ended", dest="ended", action="store_true", default=None, help="only those that have ended")
+    listing.add_argument("--job", help="only those of this job")
+    listing.add_argument("--limit", type=int, default=50, help="at most so many (default: 50)")
+    show = verbs.add_parser("show", help="show one incident: phases, timeline, receipt")
+    show.add_argument("incident", metavar="INCIDENT", help="id of the incident")
+    for verb, run in ((listing, list_incidents), (show, show_incident)):
+        add_access_arguments(verb)
+        add_output_argument(verb)
+        verb.set_defaults(run=run)
+
+
+def list_incidents(args: argparse.Namespace) -> int:
+    incidents = list(client_from(args).pages("incidents", most=args.limit, ended=args.ended, job=args.job))
+    if args.output == "json":
+        print_json(incidents)
+        return OK
+    rows = [
+        (
+            one["id"],
+            one["job_name"],
+            one["state"],
+            one["verdict"],
+            f"{ago(one['opened_at'])}{' (drill)' if one['drill'] else ''}",
+            one["cause_sentence"] or None,
+        )
+        for one in incidents
+    ]
+    print_table(("ID", "JOB", "STATE", "CONTINUITY", "OPENED", "CAUSE"), rows, empty="There are no such incidents.")
+    return OK
+
+
+def show_incident(args: argparse.Namespace) -> int:
+    client = client_from(args)
+    incident = client.get(f"incidents/{args.incident}")
+    entries = list(timeline(client, args.incident))
+    if args.output == "json":
+        print_json({**incident, "timeline": entries})
+        return OK
+    print_incident(incident)
+    print("\nTimeline")
+    for entry in entries:
+        print_entry(entry)
+    if incident["receipt"] is not None:
+        print()
+        print_receipt(incident["receipt"])
+    return OK
+
+
+def timeline(client: Client, incident: str, *, after_seq: int = 0) -> Iterator[dict[str, Any]]:
+    """The entries after `after_seq`, in order."""
+    while True:
+        part = client.get(f"incidents/{incident}/timeline", after_seq=after_seq)
+        yield from part["items"]
+        if not part["items"] or part["items"][-1]["seq"] >= part["last_seq"]:
+            return
+        after_seq = part["items"][-1]["seq"]
+
+
+def print_incident(incident: Mapping[str, Any]) -> None:
+    print_fields(
+        {
+            "incident": incident["id"],
+            "state": incident["state"] + (" - a human is needed" if incident["needs_human"] else ""),
+            "why": incident["escalation"],
+            "job": f"{incident['job_name']} ({incident['job']})",
+            "cause": incident["cause_sentence"],
+            "drill": incident["drill"],
+            "opened": f"{moment(incident['opened_at'])}, {ago(incident['opened_at'])}",
+            "broken generation": incident["broken_generation"],
+            "reached step": incident["reached_step"],
+            "new generation": incident["generation"],
+            "attempts": incident["attempt"],
+        }
+    )
+    if incident["phases"]:
+        print("\nPhases")
+        for phase in incident["phases"]:
+            going = "" if phase["ended_at"] else " so far"
+            print(f"  {clock(phase['started_at'])}  {phase['state']:<22} {duration(phase['seconds'])}{going}")
+
+
+def print_entry(entry: Mapping[str, Any]) -> None:
+    colour = wants_colour(sys.stdout)
+    line = f"  {clock(entry['occurred_at'])} {MARKS.get(entry['kind'], '-')} {clean(entry['text'])}"
+    tone = {"fault": "bad", "page": "bad", "receipt": "good", "proof": "good"}.get(entry["kind"])
+    print(line if tone is None else paint(line, tone, colour=colour), flush=True)
+
+
+def print_receipt(receipt: Mapping[str, Any]) -> None:
+    """The verdict first, then the numbers that it stands on; seconds are counted from the fault."""
+    verdict = receipt["verdict"]
+    tone = tone_of(verdict["kind"])
+    headline = f"Receipt: {receipt['state']}, continuity {verdict['kind']}"
+    print(headline if tone is None else paint(headline, tone, colour=wants_colour(sys.stdout)))
+    for finding in verdict["findings"]:
+        print(f"  {clean(finding)}")
+    parent = receipt["parent"]
+    fields = {
+        "generation": f"{receipt['broken_generation']} -> {receipt['generation']}",
+        "nodes": f"{cell(receipt['old_nodes'])} -> {cell(receipt['new_nodes'])}",
+        "resumed from": "the beginning"
+        if parent is None
+        else f"step {parent['step']} of generation {parent['generation']}",
+        "reached before the fault": receipt["reached_step"],
+        "steps lost": verdict["steps_lost"],
+        "steps compared": verdict["steps_compared"],
+        "detected after": duration(receipt["detect_s"]),
+        "old ranks proven dead after": duration(receipt["stop_s"]),
+        "launched after": duration(receipt["launch_s"]),
+        "first step on all ranks after": duration(receipt["first_step_s"]),
+        "caught up after": duration(receipt["caught_up_s"]),
+        "whole incident": duration(receipt["total_s"]),
+        "attempts": receipt["attempts"],
+    }
+    print_fields({f"  {name}": value for name, value in fields.items()})
+
+
+def receipt_of(client: Client, incident: str) -> dict[str, Any] | None:
+    """The receipt, or None if the incident ended without one."""
+    try:
+        receipt: dict[str, Any] = client.get(f"incidents/{incident}/receipt")
+    except Refused as err:
+        if err.status == 404:
+            return None
+        raise
+    return receipt

@@ -1,0 +1,198 @@
+"""`everstep job submit|list|show|stop`."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from everstep.cli.client import OK, WrongUsage, add_access_arguments, client_from
+from everstep.cli.output import (
+    add_output_argument,
+    ago,
+    moment,
+    print_fields,
+    print_json,
+    print_table,
+    size,
+    steps,
+)
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser("job", help="submit, list, show and stop training jobs", description=__doc__)
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    _add_submit(verbs)
+    listing = verbs.add_parser("list", help="list jobs, newest first")
+    listing.add_argument("--state", help="only those in this state")
+    listing.add_argument("--limit", type=int, default=50, help="at most so many (default: 50)")
+    _finish(listing, list_jobs)
+    show = verbs.add_parser("show", help="show one job with its generations")
+    show.add_argument("job", metavar="JOB", help="id of the job")
+    _finish(show, show_job)
+    stop = verbs.add_parser("stop", help="stop a job: its ranks are killed, and it is not recovered")
+    stop.add_argument("job", metavar="JOB", help="id of the job")
+    _finish(stop, stop_job)
+
+
+def _add_submit(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    submit = verbs.add_parser(
+        "submit",
+        help="submit a job; what to run follows after --",
+        usage="everstep job submit [options] -- python train.py ...",
+        description="Submit a job. The command line and the working directory are captured now and used for every "
+        "later launch; of the environment, only what --env names.",
+    )
+    submit.add_argument("--name", help="default: the script's name")
+    submit.add_argument("--nodes", type=int, default=2, help="nodes to train on (default: 2)")
+    submit.add_argument("--ranks-per-node", type=int, default=1, help="ranks of each node (default: 1)")
+    submit.add_argument(
+        "--checkpoint-dir", required=True, type=Path, help="folder for checkpoints that every node reaches"
+    )
+    submit.add_argument("--total-steps", type=int, help="where the job ends; else the script says it")
+    submit.add_argument("--working-directory", type=Path, help="default: the present one")
+    submit.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="may be repeated")
+    submit.add_argument("--user", default="", help="account to run as; default: the agents' own")
+    submit.add_argument("--stop-limit", type=float, default=30.0, metavar="SECONDS", help="default: 30")
+    submit.add_argument("command", nargs="+", metavar="COMMAND", help="interpreter, script and its arguments")
+    _finish(submit, submit_job)
+
+
+def _finish(parser: argparse.ArgumentParser, run: Any) -> None:
+    add_access_arguments(parser)
+    add_output_argument(parser)
+    parser.set_defaults(run=run)
+
+
+def submit_job(args: argparse.Namespace) -> int:
+    job = client_from(args).post("jobs", job_request(args, working_directory=Path.cwd()))
+    if args.output == "json":
+        print_json(job)
+    else:
+        print(f"Submitted job {job['id']} ({job['name']}): {job['state']}.")
+    return OK
+
+
+def job_request(args: argparse.Namespace, *, working_directory: Path) -> dict[str, Any]:
+    """The body of the request: absolute paths, and an interpreter that is found now. Raises `WrongUsage`."""
+    directory = (working_directory / (args.working_directory or "")).resolve()
+    command: list[str] = args.command
+    return {
+        "name": args.name or script_name(command),
+        "argv": [absolute_program(command[0], directory), *command[1:]],
+        "working_directory": str(directory),
+        "checkpoint_directory": str((working_directory / args.checkpoint_dir).resolve()),
+        "environment": environment_from(args.env),
+        "nodes": args.nodes,
+        "ranks_per_node": args.ranks_per_node,
+        "total_steps": args.total_steps,
+        "user": args.user,
+        "stop_limit_s": args.stop_limit,
+    }
+
+
+def absolute_program(program: str, directory: Path) -> str:
+    """The program's full path, as this shell would find it; symlinks stay, since a virtual environment's python is one.
+
+    Raises `WrongUsage` if there is none: agents run it without a shell and without this PATH.
+    """
+    found = shutil.which(program if "/" not in program else str(directory / program))
+    if found is None:
+        raise WrongUsage(f"There is no program {program!r} here: name the interpreter by its full path.")
+    return str(Path(found).absolute())
+
+
+def script_name(command: Sequence[str]) -> str:
+    """`train_tiny_gpt` for `python train_tiny_gpt.py ...`; else the program's own name."""
+    script = next((word for word in command[1:] if word.endswith(".py")), command[0])
+    return Path(script).stem
+
+
+def environment_from(pairs: Sequence[str]) -> dict[str, str]:
+    """NAME=VALUE pairs as a mapping. Raises `WrongUsage`."""
+    environment = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name:
+            raise WrongUsage(f"--env {pair!r} is not NAME=VALUE.")
+        environment[name] = value
+    return environment
+
+
+def list_jobs(args: argparse.Namespace) -> int:
+    jobs = list(client_from(args).pages("jobs", most=args.limit, state=args.state))
+    if args.output == "json":
+        print_json(jobs)
+        return OK
+    rows = [
+        (job["id"], job["name"], job["state"], job["generation"], steps(job), job["nodes"], ago(job["submitted_at"]))
+        for job in jobs
+    ]
+    print_table(
+        ("ID", "NAME", "STATE", "GEN", "STEP", "NODES", "SUBMITTED"),
+        rows,
+        empty="There are no jobs. Submit one: everstep job submit --checkpoint-dir DIR -- python train.py",
+    )
+    return OK
+
+
+def show_job(args: argparse.Namespace) -> int:
+    job = client_from(args).get(f"jobs/{args.job}")
+    if args.output == "json":
+        print_json(job)
+        return OK
+    print_job(job)
+    return OK
+
+
+def print_job(job: dict[str, Any]) -> None:
+    checkpoint = job["last_checkpoint"]
+    saved = checkpoint and (
+        f"step {checkpoint['step']} of generation {checkpoint['generation']}, {size(checkpoint['size_bytes'])}, "
+        f"{ago(checkpoint['saved_at'])}"
+    )
+    print_fields(
+        {
+            "job": job["id"],
+            "name": job["name"],
+            "state": job["state"],
+            "reason": job["reason"],
+            "step": steps(job),
+            "generation": job["generation"],
+            "nodes": job["nodes"],
+            "open incident": job["open_incident"],
+            "last checkpoint": saved,
+            "command": " ".join(job["argv"]),
+            "working directory": job["working_directory"],
+            "checkpoints": job["checkpoint_directory"],
+            "owner": job["owner"],
+            "submitted": moment(job["submitted_at"]),
+            "ended": job["ended_at"] and moment(job["ended_at"]),
+        }
+    )
+    rows = [
+        (
+            one["number"],
+            one["nodes"],
+            "the beginning"
+            if one["parent_step"] is None
+            else f"step {one['parent_step']} of generation {one['parent_generation']}",
+            one["reached_step"],
+            moment(one["created_at"]),
+            one["wanted"],
+        )
+        for one in job["generations"]
+    ]
+    print()
+    print_table(("GEN", "NODES", "FROM", "REACHED", "PLANNED", "WANTED"), rows, empty="No generation was launched yet.")
+
+
+def stop_job(args: argparse.Namespace) -> int:
+    job = client_from(args).post(f"jobs/{args.job}/actions", {"kind": "stop"})
+    if args.output == "json":
+        print_json(job)
+    else:
+        print(f"Job {job['id']} ({job['name']}) will stop; it is {job['state']} now.")
+    return OK

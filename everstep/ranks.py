@@ -1,0 +1,60 @@
+"""The ranks of this run as saving and loading see them: who am I, gather, broadcast.
+
+`Run` makes one `Team` when it resumes. A script without a process group is a team of one.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from everstep.errors import UsageError
+
+Value = TypeVar("Value")
+
+
+class Team:
+    """All ranks of the default process group, or this process alone. Gather and broadcast are collectives."""
+
+    def __init__(self) -> None:
+        self.group: dist.ProcessGroup | None = None
+        if dist.is_available() and dist.is_initialized():
+            self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+            self.group = dist.group.WORLD if dist.get_backend() == "gloo" else _gloo_group()
+        else:
+            self.rank, self.world_size = 0, 1
+            expected = int(os.environ.get("WORLD_SIZE", "1"))
+            if expected > 1:
+                raise UsageError(
+                    f"WORLD_SIZE is {expected}, but there is no process group. "
+                    "Call torch.distributed.init_process_group before run.resume()."
+                )
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    def gather(self, value: Value) -> list[Value]:
+        """Each rank's value, in rank order, on every rank."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def broadcast(self, value: Value) -> Value:
+        """Rank 0's value on every rank."""
+        if self.world_size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self.group)
+        return box[0]
+
+
+def _gloo_group() -> dist.ProcessGroup:
+    """Saving exchanges small host objects; over NCCL each of them would cross the GPU."""
+    group = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup)
+    return group

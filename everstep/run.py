@@ -1,0 +1,432 @@
+"""`Run`: resume, iterate, report, checkpoint. A training script wraps its loop in one.
+
+    run = everstep.Run(total_steps=1000, save_every=50, seed=1)
+    run.track(model=model, optimizer=optimizer, scheduler=scheduler, sampler=sampler)
+    run.resume()
+    for step, batch in zip(run.steps(), sampler.stream()):
+        ...
+        run.report(loss=loss, learning_rate=scheduler.get_last_lr()[0], span=batch.span)
+
+Under Everstep's runner it resumes from exactly the checkpoint that the plan names and tells the node's agent about each
+step. Alone, the same script resumes from the newest checkpoint of its directory.
+"""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from everstep.checkpoint import rng
+from everstep.checkpoint.manifest import CheckpointName, newest_checkpoint, newest_generation, record_lineage
+from everstep.checkpoint.reader import Loaded, read_checkpoint
+from everstep.checkpoint.retention import KEEP, remove_expired
+from everstep.checkpoint.snapshot import RNG, put_back, take, unwrap
+from everstep.checkpoint.writer import SaveRequest, write_checkpoint
+from everstep.context import RunContext
+from everstep.data import SampleSpan
+from everstep.errors import CheckpointDamaged, CheckpointMissing, EverstepError, SaveFailed, UsageError
+from everstep.rank_log import RankLog
+from everstep.ranks import Team
+from everstep.telemetry import Telemetry
+
+
+class Stateful(Protocol):
+    """Anything whose state can be saved and put back, such as a module, an optimizer or a scaler."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state_dict: Any, /) -> Any: ...
+
+
+_NOT_SAID: Any = object()
+
+_LEFT_OUT = {
+    "model": "its weights are neither saved nor restored, so that a recovery starts training from scratch",
+    "optimizer": "its moments are lost in a recovery; the loss goes on almost unchanged and then drifts",
+    "scheduler": "the learning rate starts over in a recovery",
+    "sampler": "a recovery repeats samples or skips them",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepNumbers:
+    """What the script reported about the step in hand."""
+
+    loss: float | None = None
+    learning_rate: float | None = None
+    grad_norm: float | None = None
+    span: SampleSpan | None = None
+
+
+class Run:
+    """One rank's view of a training run of `total_steps` optimizer steps, saved each `save_every` of them.
+
+    seed: seeds Python's, NumPy's and torch's generators on construction, the same on each rank, and apart from each
+    other when training starts from the beginning; None leaves them alone.
+    checkpoint_directory: where checkpoints lie when no runner says so; all nodes must share it.
+    deterministic: the promise that equal state gives equal losses, bit for bit; by default, whether torch was told to
+    use deterministic algorithms when training starts.
+    keep: complete checkpoints to keep.
+    """
+
+    def __init__(
+        self,
+        *,
+        total_steps: int,
+        save_every: int = 100,
+        seed: int | None = 0,
+        checkpoint_directory: str | os.PathLike[str] = "checkpoints",
+        deterministic: bool | None = None,
+        keep: int = KEEP,
+    ) -> None:
+        if total_steps < 1 or save_every < 1 or keep < 1:
+            raise UsageError(
+                f"Run(total_steps={total_steps}, save_every={save_every}, keep={keep}): each must be at least 1."
+            )
+        self.total_steps = total_steps
+        self.save_every = save_every
+        self.seed = seed
+        self.keep = keep
+        self._deterministic = deterministic
+        self._context = RunContext.from_environment()
+        self.checkpoint_directory = self._context.checkpoint_directory or Path(checkpoint_directory)
+        self.rank = self._context.rank
+        self.generation = self._context.generation or 0
+        """Rising number of this start of the job; 0 until `resume` where no runner gave one."""
+        self._tracked: dict[str, Stateful] = {}
+        self._declared: set[str] = set()
+        self._team: Team | None = None
+        self._parent: CheckpointName | None = None
+        self._loaded: Loaded | None = None
+        self._done = 0
+        self._saved_step: int | None = None
+        self._numbers: StepNumbers | None = None
+        self._log = RankLog(self._context.log_directory, rank=self.rank, generation=self.generation)
+        self._log.write("start", ppid=os.getppid(), cmd=sys.orig_argv)
+        if self._context.beats:
+            self._log.start_beats()
+        self._telemetry: Telemetry | None = None
+        atexit.register(self._stop)
+        if seed is not None:
+            rng.seed_all(seed)
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return self._done
+
+    def track(
+        self,
+        *,
+        model: Stateful = _NOT_SAID,
+        optimizer: Stateful | None = _NOT_SAID,
+        scheduler: Stateful | None = _NOT_SAID,
+        sampler: Stateful | None = _NOT_SAID,
+        **others: Stateful,
+    ) -> None:
+        """Name what decides the next step; it is saved, restored, and checked after the restore.
+
+        Say `scheduler=None` where there is none: leaving it out warns. Whoever builds an object anew must track it
+        again. `others` takes whatever else has a state_dict, such as a gradient scaler or averaged weights.
+        """
+        named = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "sampler": sampler, **others}
+        for part, target in named.items():
+            if target is _NOT_SAID:
+                continue
+            if part == RNG:
+                raise UsageError(f"The name {RNG!r} is taken: Run saves the random generators itself.")
+            self._declared.add(part)
+            if target is None:
+                self._tracked.pop(part, None)
+            elif not (hasattr(target, "state_dict") and hasattr(target, "load_state_dict")):
+                raise UsageError(f"Cannot track {part}: a {type(target).__name__} has no state_dict/load_state_dict.")
+            else:
+                self._tracked[part] = target
+
+    def warm_up(self, forward_backward: Callable[[], object]) -> None:
+        """Make a resumed run sum gradients in the same order as one that was never interrupted. Call before `resume`.
+
+        DistributedDataParallel lays its buckets out anew after the first backward pass, so at 3 ranks and more a
+        resumed process starts with other sums. `forward_backward` is called twice, with any data; weights, gradients
+        and random generators are put back.
+        """
+        if self._team is not None or "model" not in self._tracked:
+            raise UsageError("Call run.warm_up after run.track(model=...) and before run.resume().")
+        team = Team()
+        if team.world_size < 3:
+            return
+        model = unwrap(self._tracked["model"])
+        weights, generators = copy.deepcopy(model.state_dict()), rng.capture()
+        for _ in range(2):
+            forward_backward()
+        model.load_state_dict(weights)
+        model.zero_grad(set_to_none=True)
+        rng.restore(generators)
+
+    def resume(self) -> int:
+        """Load the checkpoint that training goes on from, if there is one, into what is tracked.
+
+        Returns the steps already done: 0 at the beginning. Raises `CheckpointMissing` or `CheckpointDamaged`, on every
+        rank alike, when the checkpoint that the plan names cannot be used: there is no silent start from step 0.
+        """
+        self._team = team = Team()
+        self.rank = team.rank
+        self._warn_of_what_is_left_out()
+        self._parent, self.generation = self._choose_parent(team)
+        self._log.generation = self.generation
+        self._telemetry = Telemetry(
+            socket_path=self._context.socket_path,
+            job=self._context.job,
+            generation=self.generation,
+            rank=self.rank,
+        )
+        if self._parent is not None:
+            self._loaded = self._load(team, self._parent)
+            self._done = self._parent.step
+            self._saved_step = self._done
+        return self._done
+
+    def steps(self) -> Iterator[int]:
+        """Number of each step to be made, the first one after the checkpoint up to `total_steps`.
+
+        A step is done, reported and saved when the next one is asked for, so that it includes all that the loop's body
+        does. Restores the random generators, and takes the state digest, just before the first.
+        """
+        if self._team is None:
+            raise UsageError("Call run.resume() before run.steps(); it does nothing when there is nothing to resume.")
+        self._begin()
+        guard = register_optimizer_step_pre_hook(self._check_stepped_optimizer)
+        try:
+            while self._done < self.total_steps:
+                self._numbers = None
+                started = time.monotonic()
+                yield self._done + 1
+                self._finish_step(time.monotonic() - started)
+                guard.remove()
+        finally:
+            guard.remove()
+        self._finish()
+
+    def report(
+        self,
+        *,
+        loss: Any = None,
+        learning_rate: Any = None,
+        grad_norm: Any = None,
+        span: SampleSpan | None = None,
+    ) -> None:
+        """Say once per step what it did. Numbers may be one-element tensors. `span` is the batch's `span`.
+
+        With a tracked sampler the span is required: it moves the sampler's position. It must be the one that travelled
+        with the batch.
+        """
+        if self._numbers is not None:
+            raise UsageError(f"Step {self._done + 1} was reported already: call run.report once per step.")
+        self._numbers = StepNumbers(
+            loss=_number(loss), learning_rate=_number(learning_rate), grad_norm=_number(grad_norm), span=span
+        )
+        sampler: Any = self._tracked.get("sampler")
+        if sampler is None or not hasattr(sampler, "commit"):
+            return
+        if span is None:
+            raise UsageError("run.report needs span=batch.span, since a sampler is tracked: it moves its position.")
+        if not sampler.follows(span):
+            self._warn(
+                f"Step {self._done + 1} trained on samples [{span.start}, {span.stop}) of epoch {span.epoch}, but the "
+                f"tracked sampler stands at {sampler.position} of epoch {sampler.epoch}: samples were skipped or "
+                "repeated. Iterate the sampler that is tracked."
+            )
+        sampler.commit(span)
+
+    def note(self, kind: str, **fields: Any) -> None:
+        """Append a line of the script's own to this rank's log; nothing where there is no log."""
+        self._log.write(kind, **fields)
+
+    # --- Resuming -------------------------------------------------------------------------------------------------
+
+    def _choose_parent(self, team: Team) -> tuple[CheckpointName | None, int]:
+        """Rank 0 looks and decides, so that ranks cannot disagree about a directory that changes."""
+        choice: tuple[CheckpointName | None, int, str] = (None, 0, "")
+        if team.leads:
+            try:
+                choice = (*self._look_for_parent(), "")
+            except OSError as err:
+                choice = (None, 0, f"{type(err).__name__}: {err}")
+        parent, generation, problem = team.broadcast(choice)
+        if problem:
+            raise UsageError(f"Cannot use checkpoint directory {self.checkpoint_directory}: {problem}.")
+        return parent, generation
+
+    def _look_for_parent(self) -> tuple[CheckpointName | None, int]:
+        root = self.checkpoint_directory
+        if self._context.generation is not None:
+            parent, generation = self._context.parent, self._context.generation
+        else:
+            newest = None if self._context.parent else newest_checkpoint(root)
+            parent = newest.name if newest else self._context.parent
+            generation = newest_generation(root) + 1
+        record_lineage(root, generation, parent=parent)
+        return parent, generation
+
+    def _load(self, team: Team, name: CheckpointName) -> Loaded:
+        error: EverstepError | None = None
+        try:
+            loaded = read_checkpoint(
+                name.directory(self.checkpoint_directory), rank=team.rank, world_size=team.world_size
+            )
+            put_back(self._tracked, loaded.states)
+        except EverstepError as err:
+            error = err
+        except (ValueError, RuntimeError, KeyError, TypeError) as err:
+            error = UsageError(
+                f"The state of checkpoint {name} does not fit what the script tracks: {err}. "
+                "Build the same model, optimizer and scheduler as the run that saved it."
+            )
+            error.__cause__ = err
+        problems = team.gather(str(error) if error else "")
+        if error is not None:
+            raise error
+        others = [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem]
+        if others:
+            kind = CheckpointMissing if "no complete checkpoint" in others[0] else CheckpointDamaged
+            raise kind(f"Cannot resume from {name}, since another rank cannot: {others[0]}")
+        return loaded
+
+    def _warn_of_what_is_left_out(self) -> None:
+        for part, consequence in _LEFT_OUT.items():
+            if part not in self._declared:
+                hint = "" if part == "model" else f", or {part}=None if there is none"
+                self._warn(f"The {part} is not tracked: {consequence}. Call run.track({part}=...){hint}.")
+
+    # --- Training -------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        assert self._team is not None
+        saved = {} if self._loaded is None else self._loaded.digests
+        if self._loaded is not None and RNG in self._loaded.states:
+            rng.restore(self._loaded.states[RNG])
+        elif self.seed is not None:
+            rng.seed_all(rng.rank_seed(self.seed, rank=self._team.rank, step=self._done))
+        live = take(self._tracked).digests
+        if self._loaded is not None and RNG not in saved:
+            live.pop(RNG)  # another world size: there is nothing to compare it with
+        self._loaded = None
+        deterministic = self._deterministic
+        self._tell(
+            "resumed",
+            step=self._done,
+            total_steps=self.total_steps,
+            parent_generation=self._parent.generation if self._parent else None,
+            parent_step=self._parent.step if self._parent else None,
+            saved_digest=saved,
+            live_digest=live,
+            deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
+        )
+        if self._parent is None:
+            self._save()
+
+    def _finish_step(self, step_time_s: float) -> None:
+        numbers = self._numbers or StepNumbers()
+        if self._numbers is None and "sampler" in self._tracked:
+            raise UsageError(
+                f"Step {self._done + 1} ended without run.report(span=batch.span): the tracked sampler did not move."
+            )
+        self._done += 1
+        span = numbers.span
+        self._tell(
+            "step",
+            log_fields={"loss_hex": None if numbers.loss is None else numbers.loss.hex()},
+            step=self._done,
+            loss=numbers.loss,
+            learning_rate=numbers.learning_rate,
+            grad_norm=numbers.grad_norm,
+            epoch=span.epoch if span else 0,
+            span_start=span.start if span else None,
+            span_stop=span.stop if span else None,
+            step_time_s=step_time_s,
+        )
+        if self._done % self.save_every == 0:
+            self._save()
+
+    def _finish(self) -> None:
+        if self._saved_step != self._done:
+            self._save()
+        self._tell("finished", step=self._done)
+
+    def _save(self) -> None:
+        """Save now, all ranks together. A failure is told and survived: the next save tries again."""
+        assert self._team is not None
+        started = time.monotonic()
+        request = SaveRequest(
+            root=self.checkpoint_directory,
+            name=CheckpointName(generation=self.generation, step=self._done),
+            parent=self._parent,
+            job=self._context.job,
+            total_steps=self.total_steps,
+        )
+        try:
+            manifest = write_checkpoint(request, lambda: take(self._tracked), self._team)
+        except SaveFailed as err:
+            self._warn(str(err))
+            return
+        self._saved_step = self._done
+        fields: dict[str, Any] = {
+            "step": self._done,
+            "directory": str(request.name.directory(request.root)),
+            "size_bytes": manifest.size_bytes,
+            "world_size": manifest.world_size,
+            "parent_generation": self._parent.generation if self._parent else None,
+            "parent_step": self._parent.step if self._parent else None,
+            "save_time_s": time.monotonic() - started,
+        }
+        if not self._team.leads:
+            self._log.write("saved", **fields)
+            return
+        self._tell("saved", **fields)
+        try:
+            remove_expired(request.root, generation=self.generation, parent=self._parent, keep=self.keep)
+        except OSError as err:
+            self._warn(f"Old checkpoints under {request.root} could not be removed: {err}. Watch its free space.")
+
+    def _check_stepped_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """In the first step: does an optimizer that nobody saves move the tracked model?"""
+        if "optimizer" not in self._tracked or any(optimizer is target for target in self._tracked.values()):
+            return
+        parameters = getattr(unwrap(self._tracked.get("model")), "parameters", list)
+        mine = {id(parameter) for parameter in parameters()}
+        if any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
+            self._warn(
+                f"The {type(optimizer).__name__} that steps the tracked model is not the tracked optimizer: its state "
+                "is neither saved nor restored. Call run.track(optimizer=...) with the one that is used."
+            )
+
+    # --- Telling --------------------------------------------------------------------------------------------------
+
+    def _tell(self, kind: str, *, log_fields: dict[str, Any] | None = None, **fields: Any) -> None:
+        self._log.write(kind, **fields, **(log_fields or {}))
+        if self._telemetry is not None:
+            self._telemetry.send(kind, **fields)
+
+    def _warn(self, text: str) -> None:
+        self._log.write("warning", text=text)
+        warnings.warn(text, stacklevel=3)
+
+    def _stop(self) -> None:
+        self._log.write("stop", step=self._done)
+        if self._telemetry is not None:
+            self._telemetry.close()
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)

@@ -1,0 +1,99 @@
+"""Datagrams from ranks and runners to the node's agent: one JSON object each, over a Unix datagram socket.
+
+`Run` and the runner send them, the agent decodes them. Standard library only. Sending never blocks and never raises:
+a full or vanished socket must not slow training down. What could not be sent is kept, in order and up to a limit, and
+is tried again with the next datagram, so that an agent may restart without losing the story.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections import deque
+from typing import Any
+
+from everstep.errors import BadDatagram
+
+MAX_DATAGRAM_BYTES = 60_000
+BACKLOG_LIMIT = 1000
+"""Datagrams kept while the agent is away; at 20 steps per second, the last 50 seconds."""
+
+KINDS = frozenset({"resumed", "step", "saved", "finished", "poke"})
+
+
+def encode(fields: dict[str, Any]) -> bytes:
+    """The datagram's bytes. Raises `BadDatagram` when they are too many or not JSON."""
+    try:
+        frame = json.dumps(fields, separators=(",", ":")).encode()
+    except (TypeError, ValueError) as err:
+        raise BadDatagram(f"Cannot send {fields.get('kind')!r}: {err}. Report plain numbers and strings.") from err
+    if len(frame) > MAX_DATAGRAM_BYTES:
+        raise BadDatagram(
+            f"Cannot send {fields.get('kind')!r}: {len(frame)} bytes are over the limit of {MAX_DATAGRAM_BYTES}."
+        )
+    return frame
+
+
+def decode(frame: bytes) -> dict[str, Any]:
+    """The fields of a received datagram; `kind`, `job` and `generation` are checked, the rest is the kind's own.
+
+    Raises `BadDatagram` for bytes that are not such an object.
+    """
+    try:
+        fields = json.loads(frame)
+    except (ValueError, RecursionError) as err:
+        raise BadDatagram(f"A datagram of {len(frame)} bytes is not JSON: {err}. Drop it.") from err
+    if not isinstance(fields, dict):
+        raise BadDatagram(f"A datagram holds a JSON {type(fields).__name__}, not an object. Drop it.")
+    if fields.get("kind") not in KINDS:
+        raise BadDatagram(f"A datagram's kind is {str(fields.get('kind'))[:40]!r}; known are {sorted(KINDS)}. Drop it.")
+    generation = fields.get("generation")
+    if not isinstance(fields.get("job"), str) or not isinstance(generation, int) or isinstance(generation, bool):
+        raise BadDatagram(f"A datagram of kind {fields['kind']!r} names no job and generation. Drop it.")
+    return fields
+
+
+class Telemetry:
+    """Sends one rank's (or runner's) datagrams. Without a socket path, everything is silently dropped."""
+
+    def __init__(self, *, socket_path: str | None, job: str, generation: int, rank: int | None = None) -> None:
+        self._path = socket_path
+        self._base: dict[str, Any] = {"job": job, "generation": generation, "pid": os.getpid()}
+        if rank is not None:
+            self._base["rank"] = rank
+        self._backlog: deque[bytes] = deque(maxlen=BACKLOG_LIMIT)
+        self._socket: socket.socket | None = None
+
+    def send(self, kind: str, **fields: Any) -> bool:
+        """Send one datagram now, after what is still waiting; True when nothing is left waiting."""
+        if not self._path:
+            return False
+        try:
+            frame = encode({"kind": kind, **self._base, "at": time.time(), **fields})
+        except BadDatagram:
+            return False
+        self._backlog.append(frame)
+        return self._flush()
+
+    def close(self, *, limit_s: float = 0.5) -> None:
+        """Give a slow agent at most `limit_s` to take what is waiting, then let go of the socket."""
+        deadline = time.monotonic() + limit_s
+        while self._path and not self._flush() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def _flush(self) -> bool:
+        """Addressed by path each time, since an agent that restarted has bound a new socket to it."""
+        try:
+            if self._socket is None:
+                self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+            while self._backlog:
+                self._socket.sendto(self._backlog[0], self._path or "")
+                self._backlog.popleft()
+        except OSError:
+            return False
+        return True

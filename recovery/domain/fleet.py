@@ -1,0 +1,56 @@
+"""Nodes as placement and the machine see them: one frozen snapshot of the fleet, taken by the engine per decision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class NodeHealth(StrEnum):
+    """What is known of a node. Unknown means that we cannot see it, never that it is dead."""
+
+    HEALTHY = "healthy"
+    UNHEALTHY = "unhealthy"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeView:
+    """One node at the moment of a decision."""
+
+    name: str
+    address: str
+    health: NodeHealth
+    slots: int
+    """Ranks that the node takes at once."""
+    claimed_by: str | None = None
+    """Job that holds the node, whether or not its ranks run right now."""
+    cordoned: bool = False
+    rack: str = ""
+
+    def can_take(self, *, job: str, ranks: int) -> bool:
+        """Healthy, in contact, not cordoned, large enough, and not another job's."""
+        return self.why_not(job=job, ranks=ranks) == ""
+
+    def why_not(self, *, job: str, ranks: int) -> str:
+        """Why this node cannot take `ranks` ranks of `job`; empty if it can."""
+        if self.health is NodeHealth.UNKNOWN:
+            return "no contact with its agent"
+        if self.health is NodeHealth.UNHEALTHY:
+            return "unhealthy"
+        if self.cordoned:
+            return "cordoned"
+        if self.claimed_by not in (None, job):
+            return f"claimed by {self.claimed_by}"
+        if self.slots < ranks:
+            return f"{self.slots} slots, {ranks} needed"
+        return ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetSnapshot:
+    nodes: tuple[NodeView, ...]
+
+    def node(self, name: str) -> NodeView | None:
+        """The node of that name, or None if it never joined."""
+        return next((node for node in self.nodes if node.name == name), None)

@@ -1,0 +1,144 @@
+"""Generations as the machine sees them: what was wanted of each node, what its agent reports, what its ranks did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from agents.protocol.messages import AssignmentPhase, ProofKind, SeenPhase
+from recovery.domain.plan import RecoveryPlan
+
+__all__ = ["AssignmentPhase", "FenceProof", "GenerationView", "ProofKind", "RankView", "SeenPhase", "ShareView"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FenceProof:
+    """Why no process of a generation can be alive on a node any more."""
+
+    node: str
+    kind: ProofKind
+    at: float
+    """Server's clock."""
+    evidence: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankView:
+    """One rank of one generation."""
+
+    rank: int
+    node: str
+    pid: int | None = None
+    exited_at: float | None = None
+    exit_code: int | None = None
+    signal: int | None = None
+    detail: str = ""
+    resumed_step: int | None = None
+    """Steps done when the rank entered its training loop; None before that."""
+    resumed_at: float | None = None
+    saved_digest: dict[str, str] = field(default_factory=dict)
+    live_digest: dict[str, str] = field(default_factory=dict)
+    first_step_at: float | None = None
+    last_step: int | None = None
+    finished_step: int | None = None
+    """Set when the training loop said that it did its last step."""
+
+    @property
+    def exited(self) -> bool:
+        return self.exited_at is not None
+
+    @property
+    def ended_well(self) -> bool:
+        """Exit code 0 after the last step; exit code 0 alone is no success."""
+        return self.exited and self.exit_code == 0 and not self.signal and self.finished_step is not None
+
+    @property
+    def died(self) -> bool:
+        return self.exited and not self.ended_well
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShareView:
+    """One generation on one node."""
+
+    node: str
+    seen: SeenPhase | None = None
+    """None until the agent has reported on it."""
+    reason: str = ""
+    detail: str = ""
+    master_port: int | None = None
+    fingerprint: str = ""
+    fingerprint_parts: dict[str, str] = field(default_factory=dict)
+    proof: FenceProof | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationView:
+    """One generation: its plan, the phase that is wanted, and what is known of its shares and ranks."""
+
+    plan: RecoveryPlan
+    wanted: AssignmentPhase
+    shares: tuple[ShareView, ...]
+    ranks: tuple[RankView, ...] = ()
+    broken_continuity: bool = False
+    run_ordered: bool = False
+    """`run` was given at least once; without it no process can ever have started."""
+
+    @property
+    def number(self) -> int:
+        return self.plan.generation
+
+    @property
+    def fenced(self) -> bool:
+        """`run` was never ordered, or each of its nodes has a proof of stop."""
+        return not self.run_ordered or all(share.proof is not None for share in self.shares)
+
+    @property
+    def proofs(self) -> tuple[FenceProof, ...]:
+        return tuple(share.proof for share in self.shares if share.proof is not None)
+
+    @property
+    def unfenced_nodes(self) -> tuple[str, ...]:
+        return tuple(share.node for share in self.shares if share.proof is None)
+
+    @property
+    def prepared(self) -> bool:
+        return all(share.seen is SeenPhase.PREPARED for share in self.shares)
+
+    @property
+    def dead_ranks(self) -> tuple[RankView, ...]:
+        return tuple(rank for rank in self.ranks if rank.died)
+
+    @property
+    def ended_well(self) -> bool:
+        """Every rank did its last step and exited with 0."""
+        return len(self.ranks) == self.plan.world_size and all(rank.ended_well for rank in self.ranks)
+
+    @property
+    def stepping(self) -> bool:
+        """Every rank has completed a step of this generation (or had none left to do)."""
+        return len(self.ranks) == self.plan.world_size and all(
+            rank.first_step_at is not None or rank.finished_step is not None for rank in self.ranks
+        )
+
+    @property
+    def failed_shares(self) -> tuple[ShareView, ...]:
+        """Nodes that refused or could not do what was wanted, or whose runner is gone though ranks were wanted."""
+        return tuple(
+            share
+            for share in self.shares
+            if share.seen in (SeenPhase.PREPARE_FAILED, SeenPhase.REFUSED)
+            or (
+                self.wanted is AssignmentPhase.RUN
+                and share.seen is SeenPhase.STOPPED
+                and not self._ended_well_on(share.node)
+            )
+        )
+
+    def _ended_well_on(self, node: str) -> bool:
+        ranks = [rank for rank in self.ranks if rank.node == node]
+        return len(ranks) == self.plan.ranks_per_node and all(rank.ended_well for rank in ranks)
+
+    @property
+    def reached_step(self) -> int | None:
+        """Highest step that any rank completed."""
+        return max((rank.last_step for rank in self.ranks if rank.last_step is not None), default=None)

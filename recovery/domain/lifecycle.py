@@ -1,0 +1,158 @@
+"""The life of a job without faults: placed, launched, running, ended. A fault on the way opens an incident instead."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from recovery.domain.generations import AssignmentPhase, GenerationView
+from recovery.domain.instructions import (
+    JOB_ENDS,
+    Instruction,
+    JobState,
+    MarkJob,
+    PageOperator,
+    PreparePlan,
+    ReleaseNodes,
+    RunPlan,
+    StopGeneration,
+)
+from recovery.domain.placement import NoCapacity, choose_nodes
+from recovery.domain.plan import RecoveryPlan
+from recovery.domain.rollout import endpoint_port, fingerprint_difference
+from recovery.domain.situation import Situation
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobOutcome:
+    """What to do for the job; nothing means: wait."""
+
+    instructions: tuple[Instruction, ...] = ()
+    failed_launch: bool = False
+    """Counts against the job's launch attempts."""
+
+
+def step_job(situation: Situation, now: float) -> JobOutcome:
+    """Return what is next for a job that has no open incident."""
+    job = situation.job
+    if job.state in JOB_ENDS:
+        return JobOutcome(instructions=_stops(situation))
+    if job.stop_wanted or job.state is JobState.STOPPING:
+        return _stop(situation)
+    match job.state:
+        case JobState.PENDING:
+            return _place(situation)
+        case JobState.PLACING:
+            return _prepare(situation, now)
+        case JobState.LAUNCHING | JobState.RUNNING | JobState.RECOVERING:
+            return _follow(situation, now)
+    return JobOutcome()
+
+
+def _stop(situation: Situation) -> JobOutcome:
+    job = situation.job
+    stops = _stops(situation)
+    if stops or not all(generation.fenced for generation in situation.generations):
+        marks = () if job.state is JobState.STOPPING else (MarkJob(job=job.id, state=JobState.STOPPING),)
+        return JobOutcome(instructions=(*stops, *marks))
+    return JobOutcome(instructions=(MarkJob(job=job.id, state=JobState.STOPPED), ReleaseNodes(job=job.id)))
+
+
+def _place(situation: Situation) -> JobOutcome:
+    job = situation.job
+    placed = choose_nodes(
+        fleet=situation.fleet, job=job.id, node_count=job.node_count, ranks_per_node=job.ranks_per_node
+    )
+    if isinstance(placed, NoCapacity):
+        return JobOutcome(instructions=(MarkJob(job=job.id, state=JobState.PENDING, reason=placed.reason),))
+    master = situation.fleet.node(placed.nodes[0])
+    plan = RecoveryPlan(
+        job=job.id,
+        generation=situation.fresh.generation,
+        plan_id=situation.fresh.plan_id,
+        run_id=situation.fresh.run_id,
+        nodes=placed.nodes,
+        ranks_per_node=job.ranks_per_node,
+        master_address=master.address if master else "",
+        parent=None,
+        parent_reason="first launch",
+        placement_reason=placed.reason,
+    )
+    return JobOutcome(instructions=(PreparePlan(plan=plan), MarkJob(job=job.id, state=JobState.PLACING)))
+
+
+def _prepare(situation: Situation, now: float) -> JobOutcome:
+    generation = _newest(situation)
+    if generation is None or generation.wanted is AssignmentPhase.STOP:
+        return JobOutcome(instructions=(MarkJob(job=situation.job.id, state=JobState.PENDING),))
+    if generation.failed_shares:
+        share = generation.failed_shares[0]
+        return _launch_failed(situation, f"{share.node}: {share.detail or share.reason}")
+    if not generation.prepared or situation.unfenced_before(generation.number):
+        overdue = now - situation.job.state_since > situation.policy.placing_s
+        return _launch_failed(situation, "its nodes did not prepare in time") if overdue else JobOutcome()
+    difference = fingerprint_difference(generation.shares)
+    if difference:
+        return _launch_failed(situation, f"the nodes do not agree on the job: {difference}")
+    port = endpoint_port(generation)
+    if port is None:
+        return JobOutcome()
+    return JobOutcome(
+        instructions=(
+            RunPlan(job=situation.job.id, generation=generation.number, master_port=port),
+            MarkJob(job=situation.job.id, state=JobState.LAUNCHING),
+        )
+    )
+
+
+def _follow(situation: Situation, now: float) -> JobOutcome:
+    job, generation = situation.job, _newest(situation)
+    if generation is None:
+        return JobOutcome()
+    if generation.ended_well:
+        return JobOutcome(
+            instructions=(
+                MarkJob(job=job.id, state=JobState.SUCCEEDED),
+                *_stops(situation),
+                ReleaseNodes(job=job.id),
+            )
+        )
+    if job.state is not JobState.LAUNCHING:
+        return JobOutcome()
+    if generation.stepping:
+        return JobOutcome(instructions=(MarkJob(job=job.id, state=JobState.RUNNING),))
+    if generation.failed_shares and not generation.dead_ranks:
+        share = generation.failed_shares[0]
+        return _launch_failed(situation, f"{share.node}: {share.detail or share.reason or 'its runner is gone'}")
+    if now - job.state_since > situation.policy.launching_s:
+        return _launch_failed(situation, "its ranks did not train in time")
+    return JobOutcome()
+
+
+def _launch_failed(situation: Situation, why: str) -> JobOutcome:
+    """Try again with a fresh plan; after the budget the job has failed and a human is told."""
+    job = situation.job
+    stops = _stops(situation)
+    if job.launch_attempts + 1 < situation.policy.max_attempts:
+        mark = MarkJob(job=job.id, state=JobState.PENDING, reason=f"Launch failed: {why}. Trying again.")
+        return JobOutcome(instructions=(*stops, mark), failed_launch=True)
+    return JobOutcome(
+        instructions=(
+            *stops,
+            MarkJob(job=job.id, state=JobState.FAILED, reason=f"Launch failed: {why}."),
+            ReleaseNodes(job=job.id),
+            PageOperator(reason=f"Job {job.name} could not be launched: {why}."),
+        ),
+        failed_launch=True,
+    )
+
+
+def _newest(situation: Situation) -> GenerationView | None:
+    return max(situation.generations, key=lambda generation: generation.number, default=None)
+
+
+def _stops(situation: Situation) -> tuple[Instruction, ...]:
+    return tuple(
+        StopGeneration(job=situation.job.id, generation=generation.number)
+        for generation in situation.generations
+        if generation.wanted is not AssignmentPhase.STOP
+    )

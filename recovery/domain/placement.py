@@ -1,0 +1,99 @@
+"""Which nodes a generation runs on: survivors keep their ranks, a spare takes the lost slot, claims are respected."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from recovery.domain.fleet import FleetSnapshot, NodeView
+from recovery.domain.timeline import join_names
+
+RULE_VERSION = "placement-1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    nodes: tuple[str, ...]
+    """In order of node rank."""
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoCapacity:
+    reason: str
+    missing: int
+
+
+def choose_nodes(
+    *,
+    fleet: FleetSnapshot,
+    job: str,
+    node_count: int,
+    ranks_per_node: int,
+    keep: Sequence[str] = (),
+    excluded: Sequence[str] = (),
+) -> Placed | NoCapacity:
+    """Choose `node_count` nodes. `keep` are the former nodes in order of node rank; `excluded` are never taken.
+
+    A node of `keep` that cannot be taken leaves its slot to a spare, the same rack first, then by name, so that the
+    same fleet gives the same choice.
+    """
+    slots: list[str | None] = [None] * node_count
+    lost: list[str] = []
+    for index, name in enumerate(keep[:node_count]):
+        why = _why_not(fleet.node(name), name, job=job, ranks=ranks_per_node, excluded=excluded)
+        if why:
+            lost.append(f"{name} ({why})")
+        else:
+            slots[index] = name
+    racks = {node.rack for node in fleet.nodes if node.name in keep and node.rack}
+    spares = sorted(
+        (
+            node
+            for node in fleet.nodes
+            if node.name not in slots
+            and node.name not in excluded
+            and node.name not in keep
+            and node.can_take(job=job, ranks=ranks_per_node)
+        ),
+        key=lambda node: (node.rack not in racks, node.name),
+    )
+    taken: list[str] = []
+    for index, slot in enumerate(slots):
+        if slot is None and spares:
+            slots[index] = spares[0].name
+            taken.append(spares.pop(0).name)
+    missing = slots.count(None)
+    if missing:
+        return NoCapacity(
+            reason=_no_capacity(fleet, job=job, ranks=ranks_per_node, missing=missing, excluded=excluded),
+            missing=missing,
+        )
+    nodes = tuple(slot for slot in slots if slot is not None)
+    return Placed(nodes=nodes, reason=_reason(keep=keep, nodes=nodes, lost=lost, taken=taken))
+
+
+def _why_not(node: NodeView | None, name: str, *, job: str, ranks: int, excluded: Sequence[str]) -> str:
+    if name in excluded:
+        return "excluded after a failure"
+    if node is None:
+        return "unknown"
+    return node.why_not(job=job, ranks=ranks)
+
+
+def _reason(*, keep: Sequence[str], nodes: tuple[str, ...], lost: list[str], taken: list[str]) -> str:
+    if not keep:
+        return f"{join_names(nodes)}: healthy, in contact and free."
+    if not lost:
+        return f"{join_names(nodes)}: the same nodes, all healthy and in contact."
+    return f"{join_names(taken)} for {join_names(lost)}; the other nodes keep their ranks."
+
+
+def _no_capacity(fleet: FleetSnapshot, *, job: str, ranks: int, missing: int, excluded: Sequence[str]) -> str:
+    reasons = [
+        f"{node.name} ({'excluded after a failure' if node.name in excluded else node.why_not(job=job, ranks=ranks)})"
+        for node in fleet.nodes
+        if node.name in excluded or not node.can_take(job=job, ranks=ranks)
+    ]
+    what = f"{missing} more node{'s' if missing > 1 else ''} needed"
+    return f"{what}; not usable: {join_names(reasons)}." if reasons else f"{what}, and no other node has joined."

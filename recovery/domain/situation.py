@@ -1,0 +1,68 @@
+"""All that a decision about one job may look at, frozen at one moment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from recovery.domain.continuity import Verdict
+from recovery.domain.fleet import FleetSnapshot
+from recovery.domain.generations import GenerationView
+from recovery.domain.instructions import JobState
+from recovery.domain.plan import CheckpointRef
+from recovery.domain.policy import Policy
+
+
+class Command(StrEnum):
+    """What an operator may ask of an open incident."""
+
+    PAUSE = "pause"
+    RESUME = "resume"
+    RETRY = "retry"
+    CLOSE = "close"
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobView:
+    """The job, as far as decisions need it."""
+
+    id: str
+    name: str
+    state: JobState
+    node_count: int
+    ranks_per_node: int
+    stop_wanted: bool = False
+    launch_attempts: int = 0
+    state_since: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class FreshIds:
+    """Identifiers drawn by the shell, used only if a plan is made."""
+
+    plan_id: str
+    run_id: str
+    generation: int
+    """One above every generation number that the job, or any agent, has ever seen."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Situation:
+    job: JobView
+    fleet: FleetSnapshot
+    generations: tuple[GenerationView, ...]
+    """All generations of the job, oldest first."""
+    checkpoints: tuple[CheckpointRef, ...]
+    fresh: FreshIds
+    policy: Policy = field(default_factory=Policy)
+    verdict: Verdict | None = None
+    """Computed by the shell with `continuity.judge` while a new generation trains."""
+    caught_up_at: float | None = None
+    command: Command | None = None
+
+    def generation(self, number: int) -> GenerationView | None:
+        return next((generation for generation in self.generations if generation.number == number), None)
+
+    def unfenced_before(self, number: int) -> tuple[GenerationView, ...]:
+        """Older generations that may still have a process somewhere."""
+        return tuple(g for g in self.generations if g.number < number and not g.fenced)

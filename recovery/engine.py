@@ -1,0 +1,125 @@
+"""Load, decide, save, perform: the thin shell around the pure machines. Celery tasks and the sweep call it.
+
+Reads are not locked. What makes that safe: the save is conditional on the row's version, claims and phases are
+conditional updates in the same transaction, and what a decision relies on (proofs, exits, generation numbers) only ever
+grows. Whoever loses a race decides anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from django.db import IntegrityError, transaction
+from django.db.models import F
+
+from recovery import failpoints
+from recovery.actuators import Conflict, perform
+from recovery.domain.incident import Incident, IncidentState
+from recovery.domain.instructions import Instruction, MarkJob
+from recovery.domain.lifecycle import step_job
+from recovery.domain.machine import Outcome, escalate_poisoned, step
+from recovery.domain.situation import Situation
+from recovery.models import IncidentRow, Job
+from recovery.store import from_json, to_json
+from recovery.store.situations import load_situation
+from recovery.store.timelines import append_entries
+from recovery.wakeup import announce, announce_change
+
+log = logging.getLogger(__name__)
+
+MAX_TRANSITIONS = 20
+"""Per call; the next sweep goes on. More than the machine has states, so that only a bug meets it."""
+
+MAX_ADVANCE_ATTEMPTS = 5
+"""Steps of one incident that may begin without being saved (their worker died) before a human is asked."""
+
+
+def advance_incident(incident_id: str) -> None:
+    """Move an incident as far as it goes now. Safe to call any number of times, from anywhere, at once."""
+    for _ in range(MAX_TRANSITIONS):
+        try:
+            if not _advance_incident_once(incident_id):
+                return
+        except (Conflict, IntegrityError) as err:
+            log.info("incident=%s decided anew: %s", incident_id, err)
+
+
+def _advance_incident_once(incident_id: str) -> bool:
+    row = IncidentRow.objects.select_related("job").filter(pk=incident_id).first()
+    if row is None or row.ended:
+        return False
+    incident = from_json(row.body, Incident)
+    now = time.time()
+    situation = load_situation(row.job, incident=incident, command=row.command, now=now)
+    outcome = _decide(row, incident, situation, now)
+    if not row.command and outcome == Outcome(incident=incident):
+        return False
+    IncidentRow.objects.filter(pk=row.pk, version=row.version).update(advance_attempts=F("advance_attempts") + 1)
+    failpoints.hit(f"incident.{incident.state.value}.before_save")
+    with transaction.atomic():
+        _save(row, outcome, now)
+        perform(outcome.instructions, job=row.job, now=now, incident_id=row.pk)
+    failpoints.hit(f"incident.{outcome.incident.state.value}.after_save")
+    if outcome.incident.ended:
+        advance_job(row.job_id)
+    return not outcome.incident.ended
+
+
+def _decide(row: IncidentRow, incident: Incident, situation: Situation, now: float) -> Outcome:
+    if row.advance_attempts >= MAX_ADVANCE_ATTEMPTS and incident.state is not IncidentState.ESCALATED:
+        return escalate_poisoned(incident, situation, now, attempts=row.advance_attempts)
+    return step(incident, situation, now)
+
+
+def _save(row: IncidentRow, outcome: Outcome, now: float) -> None:
+    """The conditional save; raises `Conflict` if somebody else was faster."""
+    incident = outcome.incident
+    saved = IncidentRow.objects.filter(pk=row.pk, version=row.version, ended=False).update(
+        state=incident.state.value,
+        ended=incident.ended,
+        ended_at=now if incident.ended else None,
+        deadline_at=incident.deadline_at,
+        body=to_json(incident),
+        command="",
+        advance_attempts=0,
+        version=row.version + 1,
+    )
+    if not saved:
+        raise Conflict(f"{row.pk} was advanced by another worker")
+    seq = append_entries(row.pk, outcome.entries)
+    announce(f"incident:{row.pk}", seq)
+    announce_change("incidents")
+
+
+def advance_job(job_id: str) -> None:
+    """Move a job along its faultless life, unless an incident has it in hand."""
+    for _ in range(MAX_TRANSITIONS):
+        try:
+            if not _advance_job_once(job_id):
+                return
+        except (Conflict, IntegrityError) as err:
+            log.info("job=%s decided anew: %s", job_id, err)
+
+
+def _advance_job_once(job_id: str) -> bool:
+    job = Job.objects.filter(pk=job_id).first()
+    if job is None or IncidentRow.objects.filter(job=job, ended=False).exists():
+        return False
+    now = time.time()
+    outcome = step_job(load_situation(job, now=now), now)
+    if all(_says_nothing_new(job, instruction) for instruction in outcome.instructions):
+        return False
+    state = job.state
+    with transaction.atomic():
+        saved = Job.objects.filter(pk=job.pk, version=job.version).update(
+            version=F("version") + 1, launch_attempts=F("launch_attempts") + outcome.failed_launch
+        )
+        if not saved:
+            raise Conflict(f"{job.id} was advanced by another worker")
+        perform(outcome.instructions, job=job, now=now)
+    return job.state != state
+
+
+def _says_nothing_new(job: Job, instruction: Instruction) -> bool:
+    return isinstance(instruction, MarkJob) and (instruction.state.value, instruction.reason) == (job.state, job.reason)

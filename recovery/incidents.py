@@ -1,0 +1,119 @@
+"""Open, join and command incidents: called by ingest and by the pages and API."""
+
+from __future__ import annotations
+
+import time
+
+from django.db import transaction
+from django.db.models import F
+
+from recovery.domain.incident import Incident, IncidentState
+from recovery.domain.instructions import JobState
+from recovery.domain.policy import Policy
+from recovery.domain.situation import Command
+from recovery.domain.timeline import Entry, EntryKind
+from recovery.errors import CommandRefused, NotFound
+from recovery.ids import fresh_id
+from recovery.models import Drill, IncidentRow, Job
+from recovery.store import to_json
+from recovery.store.timelines import append_entries
+from recovery.wakeup import announce, announce_change, ask_to_advance
+
+
+def open_or_join(job: Job, *, generation: int, rank: int, sentence: str, fault_at: float) -> IncidentRow:
+    """Open the job's incident, or add the fact to the one that is open. Must run inside a transaction.
+
+    A thousand copies of one fault become one incident: the database allows one open incident per job.
+    """
+    now = time.time()
+    row = IncidentRow.objects.filter(job=job, ended=False).first()
+    if row is not None:
+        _add_fact(row, Entry(kind=EntryKind.FACT, at=fault_at, text=sentence, data={"rank": rank}))
+        return row
+    drill = Drill.objects.filter(
+        job=job, generation_number=generation, rank=rank, ended=False, state__in=("armed", "applied")
+    ).first()
+    incident = Incident(
+        id=fresh_id("inc"),
+        job=job.id,
+        broken_generation=generation,
+        state=IncidentState.DETECTED,
+        opened_at=now,
+        fault_at=min(fault_at, now),
+        state_since=now,
+        deadline_at=Policy().deadline(IncidentState.DETECTED, now=now),
+        drill=drill.id if drill else None,
+    )
+    row = IncidentRow.objects.create(
+        id=incident.id,
+        job=job,
+        state=incident.state.value,
+        opened_at=now,
+        deadline_at=incident.deadline_at,
+        drill=drill,
+        body=to_json(incident),
+    )
+    entries = [
+        Entry(
+            kind=EntryKind.STATE,
+            at=now,
+            text=f"Opened: generation {generation} of job {job.name} lost rank {rank}.",
+            data={"to": IncidentState.DETECTED.value, "generation": generation, "rank": rank},
+        )
+    ]
+    if drill is not None:
+        text = f"This is a drill ({drill.id}): {drill.kind} on rank {rank}, asked for by {drill.requested_by}."
+        entries.append(Entry(kind=EntryKind.DRILL, at=now, text=text, data={"drill": drill.id}))
+    seq = append_entries(row.pk, entries)
+    Job.objects.filter(pk=job.pk).update(state=JobState.RECOVERING.value, state_since=now, reason="")
+    announce(f"incident:{row.pk}", seq)
+    announce_change("incidents")
+    announce_change(f"job:{job.pk}")
+    return row
+
+
+def _add_fact(row: IncidentRow, entry: Entry) -> None:
+    IncidentRow.objects.filter(pk=row.pk).update(version=F("version"))  # takes the row, so that seq has no rival
+    announce(f"incident:{row.pk}", append_entries(row.pk, [entry]))
+
+
+def command_incident(incident_id: str, *, kind: str, by: str) -> IncidentRow:
+    """Ask an open incident to pause, resume, retry or close; the next step obeys it.
+
+    Raises `NotFound`, or `CommandRefused` if the action does not fit the present state.
+    """
+    try:
+        command = Command(kind)
+    except ValueError as err:
+        raise CommandRefused(f"{kind!r} is no action; known are {', '.join(Command)}.") from err
+    with transaction.atomic():
+        row = IncidentRow.objects.filter(pk=incident_id).first()
+        if row is None:
+            raise NotFound(f"There is no incident {incident_id}.")
+        if row.ended:
+            raise CommandRefused(f"Incident {incident_id} has ended as {row.state}: nothing can be asked of it.")
+        fitting = FITTING_COMMANDS.get(IncidentState(row.state), _ALWAYS)
+        if command not in fitting:
+            raise CommandRefused(
+                f"Incident {incident_id} is {row.state}: {command.value} does not fit; "
+                f"possible are {', '.join(sorted(fitting))}."
+            )
+        IncidentRow.objects.filter(pk=incident_id, ended=False).update(command=command.value)
+        entry = Entry(
+            kind=EntryKind.OPERATOR,
+            at=time.time(),
+            text=f"{by} asked to {command.value} this incident.",
+            data={"by": by, "command": command.value},
+        )
+        announce(f"incident:{incident_id}", append_entries(incident_id, [entry]))
+        ask_to_advance(incident=incident_id)
+    row.refresh_from_db()
+    return row
+
+
+_ALWAYS = frozenset({Command.PAUSE, Command.CLOSE})
+FITTING_COMMANDS = {
+    IncidentState.PAUSED: frozenset({Command.RESUME, Command.RETRY, Command.CLOSE}),
+    IncidentState.ESCALATED: frozenset({Command.RETRY, Command.CLOSE}),
+}
+"""Actions that fit a state; in all others an incident may be paused or closed."""

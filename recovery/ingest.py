@@ -1,0 +1,306 @@
+"""Facts from agents become rows, exactly once, and open or join incidents in the same transaction.
+
+The agents' consumer hands over batches in order. A fact names a job and a generation; it is taken only if this node
+has a share of that generation, so that an agent can speak for nobody else.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from django.db import transaction
+from django.db.models import F, Q
+
+from agents.protocol.messages import (
+    AssignmentPhase,
+    AssignmentReport,
+    CheckpointSaved,
+    FaultReport,
+    FromAgent,
+    OutboxGap,
+    RankExited,
+    RankFinished,
+    RankResumed,
+    RankStarted,
+    SeenPhase,
+    StepReports,
+)
+from recovery import drills
+from recovery.domain.diagnosis import diagnose
+from recovery.domain.generations import FenceProof
+from recovery.domain.instructions import JOB_ENDS
+from recovery.domain.timeline import Entry, EntryKind
+from recovery.incidents import open_or_join
+from recovery.models import CheckpointRow, Drill, GenerationRow, IncidentRow, Job, Node, RankRow, ShareRow, StepRow
+from recovery.store import to_json
+from recovery.store.situations import finite_or_text, generation_view
+from recovery.store.timelines import append_entries
+from recovery.wakeup import announce, announce_change, ask_to_advance
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Batch:
+    """What one transaction of ingest touches."""
+
+    node: Node
+    offset_s: float
+    look_at: set[str] = field(default_factory=set)
+    """Jobs that the engine should look at."""
+    refused: int = 0
+    _generations: dict[tuple[str, int], GenerationRow | None] = field(default_factory=dict)
+
+    def generation(self, job: str, number: int) -> GenerationRow | None:
+        """The generation, if this node has a share of it."""
+        key = (job, number)
+        if key not in self._generations:
+            self._generations[key] = (
+                GenerationRow.objects.select_related("job")
+                .filter(job_id=job, number=number, shares__node=self.node)
+                .first()
+            )
+        return self._generations[key]
+
+    def server_time(self, at: float) -> float:
+        """An agent's time on the server's clock, never in the future."""
+        return min(at + self.offset_s, time.time())
+
+
+def store_facts(node_id: int, facts: Sequence[tuple[int, FromAgent]], *, session: str, offset_s: float) -> int | None:
+    """Store a batch of durable messages and return the sequence number through which all is committed.
+
+    Returns None if `session` is no longer the node's session: a newer connection has taken over and sends them again.
+    """
+    with transaction.atomic():
+        node = Node.objects.get(pk=node_id)
+        if node.session != session:
+            return None
+        batch = _Batch(node=node, offset_s=offset_s)
+        through = node.acknowledged_seq
+        for seq, fact in facts:
+            if seq <= through:
+                continue
+            _store(batch, fact)
+            through = seq
+        Node.objects.filter(pk=node_id).update(acknowledged_seq=through)
+        for job_id in batch.look_at:
+            _ask(job_id)
+    if batch.refused:
+        log.warning("node=%s refused=%d facts about generations that it has no share of", node.name, batch.refused)
+    return through
+
+
+def _ask(job_id: str) -> None:
+    incident = IncidentRow.objects.filter(job_id=job_id, ended=False).values_list("pk", flat=True).first()
+    if incident is not None:
+        ask_to_advance(incident=incident)
+    else:
+        ask_to_advance(job=job_id)
+
+
+def _store(batch: _Batch, fact: FromAgent) -> None:
+    if isinstance(fact, FaultReport):
+        if Drill.objects.filter(pk=fact.drill, node=batch.node).exists():
+            drills.record_fault(fact.drill, state=fact.state.value, detail=fact.detail, at=batch.server_time(fact.at))
+        return
+    if isinstance(fact, OutboxGap):
+        log.error("node=%s lost messages %d to %d: %s", batch.node.name, fact.first_seq, fact.last_seq, fact.reason)
+        _tell_gap(batch, fact)
+        return
+    if not isinstance(
+        fact, StepReports | RankStarted | RankResumed | CheckpointSaved | RankFinished | RankExited | AssignmentReport
+    ):
+        return
+    generation = batch.generation(fact.job, fact.generation)
+    if generation is None:
+        batch.refused += 1
+        return
+    match fact:
+        case StepReports():
+            _store_steps(batch, generation, fact)
+        case CheckpointSaved():
+            _store_checkpoint(batch, generation, fact)
+        case AssignmentReport():
+            _store_report(batch, generation, fact)
+        case RankStarted() | RankResumed() | RankFinished() | RankExited():
+            _store_rank(batch, generation, fact)
+
+
+def _tell_gap(batch: _Batch, gap: OutboxGap) -> None:
+    open_here = IncidentRow.objects.filter(ended=False, job__claimed_nodes=batch.node)
+    for row in open_here:
+        text = f"{batch.node.name} had to drop messages {gap.first_seq} to {gap.last_seq}: {gap.reason}."
+        IncidentRow.objects.filter(pk=row.pk).update(version=F("version"))
+        announce(f"incident:{row.pk}", append_entries(row.pk, [Entry(kind=EntryKind.FACT, at=time.time(), text=text)]))
+
+
+# --- Ranks --------------------------------------------------------------------------------------------------------
+
+
+def _owned_rank(batch: _Batch, generation: GenerationRow, rank: int) -> RankRow | None:
+    """The row of a rank that this node runs by the plan; created on first mention."""
+    plan = generation.plan
+    nodes, per_node = plan["nodes"], plan["ranks_per_node"]
+    if not 0 <= rank < len(nodes) * per_node or nodes[rank // per_node] != batch.node.name:
+        batch.refused += 1
+        return None
+    row, _ = RankRow.objects.get_or_create(generation=generation, rank=rank, defaults={"node": batch.node})
+    return row
+
+
+def _store_rank(
+    batch: _Batch, generation: GenerationRow, fact: RankStarted | RankResumed | RankFinished | RankExited
+) -> None:
+    row = _owned_rank(batch, generation, fact.rank)
+    if row is None:
+        return
+    at = batch.server_time(fact.at)
+    match fact:
+        case RankStarted(pid=pid):
+            row.pid, row.started_at = pid, at
+        case RankResumed():
+            row.resumed_at, row.resumed_step = at, fact.step
+            row.saved_digest, row.live_digest = fact.saved_digest, fact.live_digest
+            row.deterministic = fact.deterministic
+            if fact.total_steps is not None and generation.job.total_steps != fact.total_steps:
+                Job.objects.filter(pk=generation.job_id).update(total_steps=fact.total_steps)
+        case RankFinished(step=step):
+            total = Job.objects.values_list("total_steps", flat=True).get(pk=generation.job_id)
+            if total is None or step >= total:
+                row.finished_step = step
+        case RankExited():
+            row.pid, row.exited_at = fact.pid, at
+            row.exit_code, row.signal, row.detail = fact.exit_code, fact.signal, fact.detail
+    row.save()
+    batch.look_at.add(generation.job_id)
+    if isinstance(fact, RankExited):
+        _judge_exit(generation, row)
+
+
+def _judge_exit(generation: GenerationRow, row: RankRow) -> None:
+    """A death that nobody wanted, in the job's running generation, is an incident; a normal end is not."""
+    generation.refresh_from_db()
+    job = Job.objects.get(pk=generation.job_id)
+    unwanted = generation.wanted == AssignmentPhase.RUN.value and not job.stop_wanted
+    if not unwanted or job.state in {state.value for state in JOB_ENDS}:
+        return
+    fresh = GenerationRow.objects.prefetch_related("shares__node", "ranks__node").get(pk=generation.pk)
+    view = generation_view(fresh)
+    mine = next((rank for rank in view.ranks if rank.rank == row.rank), None)
+    if mine is None or not mine.died:
+        return
+    cause = diagnose([mine])
+    sentence = cause.sentence if cause else f"Rank {row.rank} is gone."
+    open_or_join(
+        job, generation=generation.number, rank=row.rank, sentence=sentence, fault_at=row.exited_at or time.time()
+    )
+
+
+# --- Steps and checkpoints ----------------------------------------------------------------------------------------
+
+
+def _store_steps(batch: _Batch, generation: GenerationRow, fact: StepReports) -> None:
+    by_rank: dict[int, list[StepRow]] = {}
+    for report in fact.steps:
+        loss, loss_text = finite_or_text(report.loss)
+        grad_norm, _ = finite_or_text(report.grad_norm)
+        by_rank.setdefault(report.rank, []).append(
+            StepRow(
+                job_id=generation.job_id,
+                generation_number=generation.number,
+                rank=report.rank,
+                step=report.step,
+                at=batch.server_time(report.at),
+                loss=loss,
+                loss_text=loss_text,
+                learning_rate=report.learning_rate,
+                grad_norm=grad_norm,
+                epoch=report.epoch,
+                span_start=report.span_start,
+                span_stop=report.span_stop,
+                step_time_s=report.step_time_s,
+            )
+        )
+    newest = 0
+    for rank, rows in by_rank.items():
+        row = _owned_rank(batch, generation, rank)
+        if row is None:
+            continue
+        StepRow.objects.bulk_create(rows, ignore_conflicts=True)
+        if row.first_step_at is None:
+            row.first_step_at = min(step.at for step in rows)
+            batch.look_at.add(generation.job_id)
+        row.last_step = max(row.last_step or 0, max(step.step for step in rows))
+        row.save(update_fields=["first_step_at", "last_step"])
+        newest = max(newest, row.last_step)
+    if generation.number == Job.objects.values_list("generation", flat=True).get(pk=generation.job_id):
+        Job.objects.filter(pk=generation.job_id).update(last_step=newest)
+    announce(f"job:{generation.job_id}", newest)
+    if IncidentRow.objects.filter(job_id=generation.job_id, state="verifying").exists():
+        batch.look_at.add(generation.job_id)
+
+
+def _store_checkpoint(batch: _Batch, generation: GenerationRow, fact: CheckpointSaved) -> None:
+    CheckpointRow.objects.update_or_create(
+        job_id=generation.job_id,
+        generation_number=generation.number,
+        step=fact.step,
+        defaults={
+            "directory": fact.directory,
+            "size_bytes": fact.size_bytes,
+            "world_size": fact.world_size,
+            "parent_generation": fact.parent_generation,
+            "parent_step": fact.parent_step,
+            "saved_at": batch.server_time(fact.at),
+            "save_time_s": fact.save_time_s,
+        },
+    )
+    announce_change(f"job:{generation.job_id}")
+
+
+# --- What a node reports of its share -----------------------------------------------------------------------------
+
+
+def _store_report(batch: _Batch, generation: GenerationRow, fact: AssignmentReport) -> None:
+    if fact.plan_id != generation.plan_id:
+        batch.refused += 1
+        return
+    share = ShareRow.objects.get(generation=generation, node=batch.node)
+    if share.proof is not None and fact.phase is not SeenPhase.STOPPED:
+        return
+    share.seen, share.reason, share.detail = fact.phase.value, fact.reason[:60], fact.detail
+    share.reported_at = batch.server_time(fact.at)
+    if fact.master_port is not None:
+        share.master_port = fact.master_port
+    if fact.fingerprint:
+        share.fingerprint, share.fingerprint_parts = fact.fingerprint[:80], fact.fingerprint_parts
+    if fact.phase is SeenPhase.STOPPED and fact.proof is not None and share.proof is None:
+        share.proof = to_json(
+            FenceProof(
+                node=batch.node.name,
+                kind=fact.proof.kind,
+                at=batch.server_time(fact.proof.at),
+                evidence=fact.proof.evidence,
+            )
+        )
+    share.save()
+    batch.look_at.add(generation.job_id)
+    if fact.phase is SeenPhase.STOPPED:
+        _ranks_are_gone(batch, generation, share)
+
+
+def _ranks_are_gone(batch: _Batch, generation: GenerationRow, share: ShareRow) -> None:
+    """A stopped share has no living rank: whoever has not reported an exit is gone without one."""
+    gone_at = share.proof["at"] if share.proof else time.time()
+    silent = list(RankRow.objects.filter(generation=generation, node=batch.node, exited_at__isnull=True))
+    for row in silent:
+        row.exited_at, row.detail = gone_at, "gone without a report"
+        row.save(update_fields=["exited_at", "detail"])
+        _judge_exit(generation, row)
+    open_shares = ShareRow.objects.filter(generation=generation).filter(Q(proof__isnull=True)).exists()
+    if not open_shares:
+        GenerationRow.objects.filter(pk=generation.pk, fenced_at__isnull=True).update(fenced_at=gone_at)

@@ -1,0 +1,39 @@
+"""Drills: faults injected on purpose, with a promise that recovery must keep."""
+
+from __future__ import annotations
+
+from django.db import models
+
+from recovery.models.fleet import Node
+from recovery.models.jobs import Job
+
+
+class Drill(models.Model):
+    id = models.CharField(primary_key=True, max_length=40)
+    kind = models.CharField(max_length=30)
+    job = models.ForeignKey(Job, on_delete=models.CASCADE, related_name="drills")
+    node = models.ForeignKey(Node, on_delete=models.PROTECT, related_name="drills")
+    generation_number = models.IntegerField()
+    rank = models.IntegerField()
+    steps_after_save = models.IntegerField(default=0)
+    state = models.CharField(max_length=20)
+    """requested -> armed -> applied -> passed | failed; or refused, expired."""
+    ended = models.BooleanField(default=False)
+    detail = models.TextField(blank=True)
+    promise = models.JSONField()
+    """{"recovered_within_s": seconds, "continuity": "proven"}"""
+    requested_by = models.CharField(max_length=150)
+    requested_at = models.FloatField()
+    not_after = models.FloatField()
+    applied_at = models.FloatField(null=True)
+    ended_at = models.FloatField(null=True)
+    result = models.JSONField(default=dict)
+
+    class Meta:
+        ordering = ("-requested_at",)
+        constraints = (
+            models.UniqueConstraint(fields=("job",), condition=models.Q(ended=False), name="one_drill_at_a_time"),
+        )
+
+    def __str__(self) -> str:
+        return self.id

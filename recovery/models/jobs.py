@@ -1,0 +1,124 @@
+"""Jobs, their generations, and what each node and rank of a generation did."""
+
+from __future__ import annotations
+
+from django.db import models
+
+from recovery.models.fleet import Node
+
+
+class Job(models.Model):
+    """A training job. The spec is captured once, at submission."""
+
+    id = models.CharField(primary_key=True, max_length=40)
+    name = models.CharField(max_length=200)
+    owner = models.CharField(max_length=150, blank=True)
+    spec = models.JSONField()
+    state = models.CharField(max_length=20)
+    reason = models.CharField(max_length=1000, blank=True)
+    stop_wanted = models.BooleanField(default=False)
+
+    generation = models.IntegerField(default=0)
+    """Highest generation number ever given out; it only rises."""
+    total_steps = models.IntegerField(null=True)
+    last_step = models.IntegerField(null=True)
+    submitted_at = models.FloatField()
+    started_at = models.FloatField(null=True)
+    ended_at = models.FloatField(null=True)
+    state_since = models.FloatField()
+    launch_attempts = models.IntegerField(default=0)
+    version = models.BigIntegerField(default=0)
+
+    class Meta:
+        ordering = ("-submitted_at",)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class GenerationRow(models.Model):
+    """One generation of a job: its frozen plan and the phase that is wanted of it."""
+
+    job = models.ForeignKey(Job, on_delete=models.CASCADE, related_name="generations")
+    number = models.IntegerField()
+    plan_id = models.CharField(max_length=40)
+    plan = models.JSONField()
+    wanted = models.CharField(max_length=10)
+    master_port = models.IntegerField(null=True)
+    created_at = models.FloatField()
+    run_ordered_at = models.FloatField(null=True)
+    stop_ordered_at = models.FloatField(null=True)
+    fenced_at = models.FloatField(null=True)
+    """When the last of its nodes was proven empty."""
+    broken_continuity = models.BooleanField(default=False)
+
+    class Meta:
+        ordering = ("job", "number")
+        constraints = (models.UniqueConstraint(fields=("job", "number"), name="one_row_per_generation"),)
+
+
+class ShareRow(models.Model):
+    """One generation on one node: what its agent reports."""
+
+    generation = models.ForeignKey(GenerationRow, on_delete=models.CASCADE, related_name="shares")
+    node = models.ForeignKey(Node, on_delete=models.PROTECT, related_name="shares")
+    node_rank = models.IntegerField()
+    seen = models.CharField(max_length=20, blank=True)
+    reason = models.CharField(max_length=60, blank=True)
+    detail = models.TextField(blank=True)
+    master_port = models.IntegerField(null=True)
+    fingerprint = models.CharField(max_length=80, blank=True)
+    fingerprint_parts = models.JSONField(default=dict)
+    proof = models.JSONField(null=True)
+    reported_at = models.FloatField(null=True)
+
+    class Meta:
+        ordering = ("generation", "node_rank")
+        constraints = (models.UniqueConstraint(fields=("generation", "node"), name="one_share_per_node"),)
+
+
+class RankRow(models.Model):
+    """One rank of one generation."""
+
+    generation = models.ForeignKey(GenerationRow, on_delete=models.CASCADE, related_name="ranks")
+    rank = models.IntegerField()
+    node = models.ForeignKey(Node, on_delete=models.PROTECT, related_name="+")
+    pid = models.IntegerField(null=True)
+    started_at = models.FloatField(null=True)
+    resumed_at = models.FloatField(null=True)
+    resumed_step = models.IntegerField(null=True)
+    saved_digest = models.JSONField(default=dict)
+    live_digest = models.JSONField(default=dict)
+    deterministic = models.BooleanField(default=False)
+    first_step_at = models.FloatField(null=True)
+    last_step = models.IntegerField(null=True)
+    finished_step = models.IntegerField(null=True)
+    exited_at = models.FloatField(null=True)
+    exit_code = models.IntegerField(null=True)
+    signal = models.IntegerField(null=True)
+    detail = models.TextField(blank=True)
+
+    class Meta:
+        ordering = ("generation", "rank")
+        constraints = (models.UniqueConstraint(fields=("generation", "rank"), name="one_row_per_rank"),)
+
+
+class CheckpointRow(models.Model):
+    """A complete checkpoint, as the ranks that wrote it reported it; the manifest on disk is the truth."""
+
+    job = models.ForeignKey(Job, on_delete=models.CASCADE, related_name="checkpoints")
+    generation_number = models.IntegerField()
+    step = models.IntegerField()
+    directory = models.TextField()
+    size_bytes = models.BigIntegerField()
+    world_size = models.IntegerField()
+    parent_generation = models.IntegerField(null=True)
+    parent_step = models.IntegerField(null=True)
+    saved_at = models.FloatField()
+    save_time_s = models.FloatField(null=True)
+
+    class Meta:
+        ordering = ("job", "generation_number", "step")
+        constraints = (
+            models.UniqueConstraint(fields=("job", "generation_number", "step"), name="one_row_per_checkpoint"),
+        )

@@ -1,0 +1,225 @@
+"""Incidents as pages and API show them: state, phases with their durations, timeline and receipt."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from django.db.models import Count
+
+from recovery.domain.incident import ENDS, IncidentState
+from recovery.errors import NotFound
+from recovery.models import IncidentRow, TimelineEntry
+from recovery.queries.moment import moment
+from recovery.queries.page import Position
+
+NEEDS_HUMAN = frozenset({IncidentState.ESCALATED, IncidentState.AWAITING_APPROVAL, IncidentState.PAUSED})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """One state that the incident stood in; an end state is no phase."""
+
+    state: str
+    started_at: float
+    ended_at: float | None
+    """None for the phase that the incident is in now."""
+    seconds: float
+    """Until now for the open phase."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class IncidentSummary:
+    id: str
+    job: str
+    job_name: str
+    state: str
+    ended: bool
+    needs_human: bool
+    drill: str | None
+    opened_at: float
+    ended_at: float | None
+    state_since: float
+    deadline_at: float | None
+    """When the present state runs out of time; None after the end."""
+    cause: dict[str, Any] | None
+    """The domain's `Cause` as JSON: kind, rank, node, sentence, tied_with, cascade."""
+    cause_sentence: str
+    reached_step: int | None
+    broken_generation: int
+    generation: int | None
+    """The generation that replaces the broken one, once it is planned."""
+    attempt: int
+    escalation: str
+    verdict: str | None
+    """Kind of the receipt's verdict: bit-equal, state-equal, inconclusive, broken; None before the receipt."""
+    version: int
+    phases: tuple[Phase, ...]
+    entries_count: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimelineView:
+    """One sentence of the story."""
+
+    seq: int
+    occurred_at: float
+    recorded_at: float
+    kind: str
+    text: str
+    data: dict[str, Any]
+    hash: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    items: tuple[TimelineView, ...]
+    last_seq: int
+    """Seq of the last entry that exists, which may lie beyond these items; 0 if there is none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class IncidentDetail(IncidentSummary):
+    body: dict[str, Any]
+    """The domain's `Incident` as JSON."""
+    receipt: dict[str, Any] | None
+    """The domain's `Receipt` as JSON."""
+
+
+def list_incidents(
+    *,
+    ended: bool | None = None,
+    state: str | None = None,
+    job: str | None = None,
+    limit: int | None = None,
+    after: Position | None = None,
+    now: float | None = None,
+) -> tuple[IncidentSummary, ...]:
+    """Incidents, newest first; three queries."""
+    rows = IncidentRow.objects.select_related("job").order_by("-opened_at", "-id")
+    if ended is not None:
+        rows = rows.filter(ended=ended)
+    if state is not None:
+        rows = rows.filter(state=state)
+    if job is not None:
+        rows = rows.filter(job_id=job)
+    if after is not None:
+        rows = rows.filter(after.further("opened_at"))
+    return summarize_incidents(list(rows[:limit]), now=moment(now))
+
+
+def get_incident(incident_id: str, *, now: float | None = None) -> IncidentDetail:
+    """One incident. Raises `NotFound`."""
+    now = moment(now)
+    row = _find(incident_id)
+    states, counts = _states_and_counts([row.id])
+    return IncidentDetail(
+        **_summary(row, states[row.id], entries_count=counts.get(row.id, 0), now=now),
+        body=row.body,
+        receipt=row.receipt,
+    )
+
+
+def incident_receipt(incident_id: str) -> dict[str, Any]:
+    """The receipt as JSON. Raises `NotFound` for an unknown incident and for one without a receipt yet."""
+    row = _find(incident_id)
+    if row.receipt is None:
+        raise NotFound(f"Incident {incident_id} has no receipt yet: it is {row.state}. The receipt comes with its end.")
+    receipt: dict[str, Any] = row.receipt
+    return receipt
+
+
+def incident_timeline(incident_id: str, *, after_seq: int = 0, limit: int | None = None) -> Timeline:
+    """The entries after `after_seq`, oldest first. Raises `NotFound`."""
+    _find(incident_id)
+    entries = TimelineEntry.objects.filter(incident_id=incident_id).order_by("seq")
+    items = tuple(
+        TimelineView(
+            seq=entry.seq,
+            occurred_at=entry.occurred_at,
+            recorded_at=entry.recorded_at,
+            kind=entry.kind,
+            text=entry.text,
+            data=entry.data,
+            hash=entry.hash,
+        )
+        for entry in entries.filter(seq__gt=after_seq)[:limit]
+    )
+    last_seq = entries.order_by("-seq").values_list("seq", flat=True).first()
+    return Timeline(items=items, last_seq=last_seq or 0)
+
+
+def summarize_incidents(rows: Sequence[IncidentRow], *, now: float) -> tuple[IncidentSummary, ...]:
+    """Summaries of rows that were loaded with their jobs; two queries for all of them."""
+    states, counts = _states_and_counts([row.id for row in rows])
+    return tuple(
+        IncidentSummary(**_summary(row, states[row.id], entries_count=counts.get(row.id, 0), now=now)) for row in rows
+    )
+
+
+def phases_of(changes: Iterable[tuple[str, float]], *, now: float) -> tuple[Phase, ...]:
+    """Phases from (state entered, when) in order. Clocks of facts may disagree: no phase is shorter than 0 s."""
+    phases: list[Phase] = []
+    entered = list(changes)
+    for index, (state, started_at) in enumerate(entered):
+        if state in ENDS:
+            continue
+        ended_at = entered[index + 1][1] if index + 1 < len(entered) else None
+        until = now if ended_at is None else ended_at
+        phases.append(
+            Phase(state=state, started_at=started_at, ended_at=ended_at, seconds=max(0.0, until - started_at))
+        )
+    return tuple(phases)
+
+
+def _find(incident_id: str) -> IncidentRow:
+    row = IncidentRow.objects.select_related("job").filter(pk=incident_id).first()
+    if row is None:
+        raise NotFound(f"There is no incident {incident_id}.")
+    return row
+
+
+def _states_and_counts(ids: Sequence[str]) -> tuple[dict[str, list[tuple[str, float]]], dict[str, int]]:
+    states: dict[str, list[tuple[str, float]]] = defaultdict(list)
+    if not ids:
+        return states, {}
+    entries = TimelineEntry.objects.filter(incident__in=ids)
+    for incident, at, data in (
+        entries.filter(kind="state").order_by("incident", "seq").values_list("incident_id", "occurred_at", "data")
+    ):
+        states[incident].append((str(data.get("to", "")), at))
+    counted = entries.order_by().values_list("incident_id").annotate(count=Count("pk"))
+    return states, dict(counted)
+
+
+def _summary(
+    row: IncidentRow, states: Sequence[tuple[str, float]], *, entries_count: int, now: float
+) -> dict[str, Any]:
+    body: dict[str, Any] = row.body
+    cause = body.get("cause")
+    return {
+        "id": row.id,
+        "job": row.job_id,
+        "job_name": row.job.name,
+        "state": row.state,
+        "ended": row.ended,
+        "needs_human": row.state in NEEDS_HUMAN,
+        "drill": row.drill_id,
+        "opened_at": row.opened_at,
+        "ended_at": row.ended_at,
+        "state_since": float(body.get("state_since", row.opened_at)),
+        "deadline_at": None if row.ended else row.deadline_at,
+        "cause": cause,
+        "cause_sentence": str(cause["sentence"]) if cause else "",
+        "reached_step": body.get("reached_step"),
+        "broken_generation": int(body.get("broken_generation", 0)),
+        "generation": (body.get("plan") or {}).get("generation"),
+        "attempt": int(body.get("attempt", 0)),
+        "escalation": str(body.get("escalation", "")),
+        "verdict": row.receipt["verdict"]["kind"] if row.receipt else None,
+        "version": row.version,
+        "phases": phases_of(states, now=now if row.ended_at is None else row.ended_at),
+        "entries_count": entries_count,
+    }

@@ -1,0 +1,333 @@
+"""Recomputes a recovery from the ranks' own logs and compares it with the receipt. Shares no code with what it audits.
+
+It reads `rank-<r>.jsonl` and `rank-<r>.beats` below `<agent state>/runs/<job>/<generation>/logs/`, and the exit times
+that the harness saw on pidfds of its own. Standard library only; nothing of server, agents or training side.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+SECONDS_TOLERANCE = 0.5
+"""Server and ranks share one clock here; what differs is delivery and polling, all of it well below half a second."""
+LEAST_SAVE_INTERVAL = 20
+LEAST_STEPS_AFTER_SAVE = 5
+
+
+@dataclass(frozen=True)
+class Step:
+    """One finished step, as the rank wrote it."""
+
+    step: int
+    at: float
+    loss_hex: str
+    learning_rate: float
+    epoch: int
+    span_start: int
+    span_stop: int
+
+    @property
+    def samples(self) -> tuple[int, int, int]:
+        return (self.epoch, self.span_start, self.span_stop)
+
+
+@dataclass
+class RankStory:
+    """All that one rank of one generation wrote. `steps` maps step number to step."""
+
+    generation: int
+    rank: int
+    pid: int
+    started_at: float
+    starts: int = 1
+    children: list[int] = field(default_factory=list)
+    resumed_step: int | None = None
+    parent_generation: int | None = None
+    saved_digest: dict[str, str] = field(default_factory=dict)
+    live_digest: dict[str, str] = field(default_factory=dict)
+    steps: dict[int, Step] = field(default_factory=dict)
+    saves: list[int] = field(default_factory=list)
+    beats: list[float] = field(default_factory=list)
+
+    @property
+    def last_sign_of_life(self) -> float:
+        return max([self.started_at, *self.beats[-1:], *(step.at for step in self.steps.values())])
+
+    @property
+    def largest_gap_s(self) -> float:
+        return max((after - before for before, after in itertools.pairwise(self.beats)), default=0.0)
+
+
+Stories = dict[tuple[int, int], RankStory]
+"""(generation, rank) -> story."""
+
+
+@dataclass(frozen=True)
+class Audit:
+    """The recomputed numbers, and a sentence for each thing that is wrong. Seconds count from the fault."""
+
+    generation: int
+    killed_rank: int
+    reached_step: int
+    parent_step: int
+    steps_lost: int
+    steps_compared: int
+    continuity: str
+    detect_s: float
+    stop_s: float
+    first_step_s: float | None
+    caught_up_s: float | None
+    largest_beat_gap_s: float
+    overlap_margin_s: float
+    wrong: tuple[str, ...]
+
+
+def read_stories(agents: Path, job: str) -> Stories:
+    """All rank logs of a job below the agents' state folders. A line that is still being written is left out."""
+    stories: Stories = {}
+    for path in sorted(agents.glob(f"*/runs/{job}/*/logs/rank-*.jsonl")):
+        story = _read_story(path)
+        if story is not None:
+            key = (story.generation, story.rank)
+            story.starts += stories[key].starts if key in stories else 0
+            stories[key] = story
+    return stories
+
+
+def _read_story(path: Path) -> RankStory | None:
+    story: RankStory | None = None
+    for line in path.read_bytes().split(b"\n")[:-1]:
+        entry = json.loads(line)
+        if entry["kind"] == "start":
+            starts = story.starts + 1 if story else 1
+            story = RankStory(entry["generation"], entry["rank"], entry["pid"], entry["at"], starts=starts)
+        elif story is not None:
+            _add(story, entry)
+    if story is not None:
+        beats = path.with_suffix(".beats")
+        if beats.exists():
+            story.beats = [float(line) for line in beats.read_bytes().split(b"\n")[:-1]]
+    return story
+
+
+def _add(story: RankStory, entry: Mapping[str, Any]) -> None:
+    match entry["kind"]:
+        case "child":
+            story.children.append(entry["child"] if "child" in entry else entry["pid"])
+        case "resumed":
+            story.resumed_step = entry["step"]
+            story.parent_generation = entry.get("parent_generation")
+            story.saved_digest = entry.get("saved_digest") or {}
+            story.live_digest = entry.get("live_digest") or {}
+        case "saved":
+            story.saves.append(entry["step"])
+        case "step":
+            story.steps[entry["step"]] = Step(
+                step=entry["step"],
+                at=entry["at"],
+                loss_hex=entry["loss_hex"],
+                learning_rate=entry["learning_rate"],
+                epoch=entry["epoch"],
+                span_start=entry["span_start"],
+                span_stop=entry["span_stop"],
+            )
+
+
+def audit(stories: Stories, *, old: int, opened_at: float, exits: Mapping[int, float]) -> Audit:
+    """Judge the recovery of generation `old`. `exits` maps pids to the times at which their pidfds fired.
+
+    Raises `ValueError` where the logs hold too little to judge anything.
+    """
+    before, after = _of_generation(stories, old), _of_generation(stories, old + 1)
+    if not before or not after:
+        raise ValueError(f"There are no rank logs of generation {old if not before else old + 1}.")
+    ends = {story.rank: exits.get(story.pid, story.last_sign_of_life) for story in before}
+    killed = min(before, key=lambda story: ends[story.rank])
+    fault_at = killed.last_sign_of_life
+    reached = max((step for story in before for step in story.steps), default=0)
+    parent = min(story.resumed_step or 0 for story in after)
+    world = range(max(len(before), len(after)))
+    compared, unequal = _compare(before, after, world=world, first=parent + 1, last=reached)
+    last_old = max(
+        [story.last_sign_of_life for story in before] + [exits[pid] for pid in _pids(before) if pid in exits]
+    )
+    margin = min(story.started_at for story in after) - last_old
+    wrong = [
+        *_launch_faults(stories, old=old, before=before, after=after, parent=parent),
+        *_drill_faults(before, killed),
+        *_process_faults(before, exits, margin),
+        *_digest_faults(after),
+        *unequal,
+        *_span_faults(after),
+        *_beat_faults([*before, *after]),
+    ]
+    return Audit(
+        generation=max(generation for generation, _ in stories),
+        killed_rank=killed.rank,
+        reached_step=reached,
+        parent_step=parent,
+        steps_lost=reached - parent,
+        steps_compared=compared,
+        continuity="bit-equal" if compared and not unequal and not _digest_faults(after) else "broken",
+        detect_s=opened_at - fault_at,
+        stop_s=last_old - fault_at,
+        first_step_s=_since(fault_at, (_first_after(story, parent) for story in after)),
+        caught_up_s=_since(fault_at, (_first_after(story, reached) for story in after)),
+        largest_beat_gap_s=max(story.largest_gap_s for story in (*before, *after)),
+        overlap_margin_s=margin,
+        wrong=tuple(wrong),
+    )
+
+
+def disagreements(found: Audit, receipt: Mapping[str, Any]) -> list[str]:
+    """Where the receipt says something else than the logs: a sentence each."""
+    verdict = receipt["verdict"]
+    claimed = {
+        "continuity": verdict["kind"],
+        "steps_lost": verdict["steps_lost"],
+        "steps_compared": verdict["steps_compared"],
+        "generation": receipt["generation"],
+        "reached_step": receipt["reached_step"],
+        "parent_step": (receipt["parent"] or {}).get("step", 0),
+    }
+    words = [
+        f"The receipt says {name} {value!r}, the ranks' logs say {getattr(found, name)!r}."
+        for name, value in claimed.items()
+        if value != getattr(found, name)
+    ]
+    for name in ("detect_s", "stop_s", "first_step_s", "caught_up_s"):
+        mine, theirs = getattr(found, name), receipt[name]
+        if mine is None or theirs is None or abs(mine - theirs) > SECONDS_TOLERANCE:
+            words.append(f"The receipt says {name} {theirs}, the ranks' logs say {mine}.")
+    return words
+
+
+def _of_generation(stories: Stories, generation: int) -> list[RankStory]:
+    return [story for (number, _), story in sorted(stories.items()) if number == generation]
+
+
+def _pids(stories: Iterable[RankStory]) -> list[int]:
+    return [pid for story in stories for pid in (story.pid, *story.children)]
+
+
+def _compare(
+    before: Sequence[RankStory], after: Sequence[RankStory], *, world: range, first: int, last: int
+) -> tuple[int, list[str]]:
+    """Steps that every rank has twice, and a sentence for each difference (at most twelve)."""
+    old, new = {story.rank: story.steps for story in before}, {story.rank: story.steps for story in after}
+    compared, words = 0, []
+    for number in range(first, last + 1):
+        pairs = [(rank, old.get(rank, {}).get(number), new.get(rank, {}).get(number)) for rank in world]
+        compared += all(was is not None and now is not None for _, was, now in pairs)
+        for rank, was, now in pairs:
+            if was is None or now is None:
+                continue
+            where = f"Step {number}, rank {rank}"
+            if was.samples != now.samples:
+                words.append(f"{where}: samples {now.samples} after {was.samples}: the sampler was not restored.")
+            if was.learning_rate != now.learning_rate:
+                words.append(
+                    f"{where}: learning rate {now.learning_rate!r} after {was.learning_rate!r}: "
+                    "the scheduler was not restored."
+                )
+            if was.loss_hex != now.loss_hex:
+                words.append(f"{where}: the replayed loss is {now.loss_hex}, it was {was.loss_hex}.")
+    return compared, words[:12]
+
+
+def _launch_faults(
+    stories: Stories, *, old: int, before: Sequence[RankStory], after: Sequence[RankStory], parent: int
+) -> list[str]:
+    words = []
+    newest = max(generation for generation, _ in stories)
+    if newest != old + 1:
+        words.append(f"There were {newest - old} relaunches, not one.")
+    for story in (*before, *after):
+        if story.starts > 1:
+            words.append(f"Rank {story.rank} of generation {story.generation} was started {story.starts} times.")
+    if {story.rank for story in before} != {story.rank for story in after}:
+        words.append("The ranks of the new generation are not those of the old one.")
+    if any(story.resumed_step != parent for story in after):
+        words.append(f"The ranks resumed at different steps: {[story.resumed_step for story in after]}.")
+    if parent and not any(parent in story.saves for story in before):
+        words.append(f"The ranks resumed at step {parent}, which generation {old} never logged as saved.")
+    return words
+
+
+def _drill_faults(before: Sequence[RankStory], killed: RankStory) -> list[str]:
+    words = []
+    saves = sorted({step for story in before for step in story.saves})
+    for earlier, later in itertools.pairwise(saves):
+        if later - earlier < LEAST_SAVE_INTERVAL:
+            words.append(f"Saves at steps {earlier} and {later} are less than {LEAST_SAVE_INTERVAL} steps apart.")
+    last = max(killed.steps, default=0)
+    past = last - max((step for step in saves if step <= last), default=0)
+    if past < LEAST_STEPS_AFTER_SAVE:
+        words.append(f"The rank died {past} steps after a save; at least {LEAST_STEPS_AFTER_SAVE} were asked for.")
+    return words
+
+
+def _process_faults(before: Sequence[RankStory], exits: Mapping[int, float], margin: float) -> list[str]:
+    words = [
+        f"a process of generation {story.generation} outlived the stop: pid {pid}, of rank {story.rank}"
+        for story in before
+        for pid in (story.pid, *story.children)
+        if pid not in exits
+    ]
+    if margin <= 0:
+        words.append(
+            f"The generations overlapped: a new rank started {-margin:.3f} s before the last old sign of life."
+        )
+    return words
+
+
+def _digest_faults(after: Sequence[RankStory]) -> list[str]:
+    words = []
+    for story in after:
+        parts = sorted(set(story.saved_digest) | set(story.live_digest))
+        if not parts:
+            words.append(f"Rank {story.rank} logged no state digest.")
+        for part in parts:
+            if story.saved_digest.get(part) != story.live_digest.get(part):
+                words.append(f"Rank {story.rank}: the {part} was not restored: its digest is not the saved one.")
+    return words
+
+
+def _span_faults(after: Sequence[RankStory]) -> list[str]:
+    """Within an epoch, each step's samples begin where those of the step before ended."""
+    words = []
+    for story in after:
+        steps = [story.steps[number] for number in sorted(story.steps)]
+        for before, behind in itertools.pairwise(steps):
+            if behind.step != before.step + 1:
+                words.append(f"Rank {story.rank} logged step {behind.step} right after step {before.step}.")
+            elif behind.epoch == before.epoch and behind.span_start != before.span_stop:
+                words.append(f"Rank {story.rank}: step {behind.step} does not begin where step {before.step} ended.")
+            elif behind.epoch != before.epoch and (behind.epoch != before.epoch + 1 or behind.span_start != 0):
+                words.append(f"Rank {story.rank}: step {behind.step} does not begin the epoch after {before.epoch}.")
+    return words[:6]
+
+
+def _beat_faults(stories: Sequence[RankStory]) -> list[str]:
+    return [
+        f"Rank {story.rank} of generation {story.generation} left no beats."
+        for story in stories
+        if len(story.beats) < 2
+    ]
+
+
+def _first_after(story: RankStory, step: int) -> float | None:
+    return min((done.at for done in story.steps.values() if done.step > step), default=None)
+
+
+def _since(fault_at: float, times: Iterable[float | None]) -> float | None:
+    """Seconds from the fault to the latest of the times; None if one of them is unknown."""
+    known = list(times)
+    if not known or any(at is None for at in known):
+        return None
+    return max(at for at in known if at is not None) - fault_at

@@ -1,0 +1,144 @@
+"""A whole real system in a temporary home: `everstep demo` as its own process, started, found and stopped.
+
+Used by the headless demo and by the slow tests.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from demo_check.rest import Rest, RestError
+from demo_check.witness import processes_of
+
+T = TypeVar("T")
+
+START_LIMIT_S = 120.0
+STOP_LIMIT_S = 45.0
+EVERSTEP = (sys.executable, "-m", "everstep.cli.main")
+BLIND_EVERSTEP = (sys.executable, str(Path(__file__).with_name("blind_demo.py")))
+"""The same with agents whose stop proof overlooks the children of ranks: a planted bug."""
+
+
+class HarnessError(Exception):
+    """The system did not do in time what the drill needs; the text says what, and where its logs are."""
+
+
+class RunningSystem:
+    """`everstep demo` on free ports. As a context manager it stops everything and keeps or removes its home."""
+
+    def __init__(
+        self,
+        *,
+        script: Sequence[str] = (),
+        program: Sequence[str] = EVERSTEP,
+        options: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        keep: bool = False,
+    ) -> None:
+        self.home = Path(tempfile.mkdtemp(prefix="everstep-"))
+        self._keep = keep
+        self._log = self.home / "demo.log"
+        argv = [*program, "demo", "--home", str(self.home), "--port", "0", *options, "--", *script]
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                argv,
+                env=_clean_environment() | dict(environment or {}),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> RunningSystem:
+        try:
+            self.wait_until(self._is_up, what="everstep demo to say that it is running", limit_s=START_LIMIT_S)
+            self.rest = Rest(self.home / "client.json")
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        if self._keep:
+            print(f"Kept {self.home}", file=sys.stderr)
+        else:
+            shutil.rmtree(self.home, ignore_errors=True)
+
+    @property
+    def agents(self) -> Path:
+        return self.home / "agents"
+
+    def stop(self) -> None:
+        """Ctrl-C, and what does not heed it is killed."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+            try:
+                self.process.wait(STOP_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+    def leftovers(self) -> dict[int, str]:
+        """Processes of this system that are still there: pid -> command."""
+        return processes_of(self.home)
+
+    def kill_leftovers(self) -> None:
+        for pid in self.leftovers():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+    def service_pids(self, words: str) -> list[int]:
+        """Processes of this system whose command line holds the words, oldest first."""
+        return sorted(pid for pid, command in self.leftovers().items() if words in command)
+
+    def wait_until(self, done: Callable[[], T | None], *, what: str, limit_s: float, every_s: float = 0.2) -> T:
+        """The first true answer of `done`. Raises `HarnessError` when time is up or the system ended."""
+        limit = time.monotonic() + limit_s
+        while not (answer := done()):
+            if self.process.poll() is not None:
+                raise HarnessError(f"everstep demo ended with code {self.process.returncode}:\n{self.log_end()}")
+            if time.monotonic() > limit:
+                raise HarnessError(f"Waited {limit_s:.0f} s in vain for {what}; logs are in {self.home / 'logs'}.")
+            time.sleep(every_s)
+        return answer
+
+    def log_end(self) -> str:
+        return "\n".join(self._log.read_text(errors="replace").splitlines()[-25:])
+
+    def _is_up(self) -> bool:
+        return "Everstep is running." in self._log.read_text(errors="replace")
+
+
+def find_job(system: RunningSystem, *, least_step: int) -> dict[str, object]:
+    """The running job, once it has trained some steps and saved."""
+
+    def trained() -> dict[str, object] | None:
+        try:
+            jobs = system.rest.items("jobs")
+        except (OSError, RestError):
+            return None
+        for job in jobs:
+            if (job["last_step"] or 0) >= least_step and job["last_checkpoint_step"]:
+                return job
+        return None
+
+    return system.wait_until(trained, what=f"the job to reach step {least_step}", limit_s=90)
+
+
+def _clean_environment() -> dict[str, str]:
+    """Ours without what would point the system to another home, broker or database."""
+    ours = {name: value for name, value in os.environ.items() if not name.startswith(("EVERSTEP_", "DJANGO_"))}
+    ours.pop("REDIS_URL", None)
+    return ours

@@ -1,0 +1,100 @@
+"""Watches training processes from outside: a pidfd for each rank as soon as its log names it, and looks into /proc."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import threading
+import time
+from pathlib import Path
+
+SCAN_INTERVAL_S = 0.05
+
+
+class Witness:
+    """Collects exit times of ranks and of their logged children, in a thread of its own: `exits` maps pid to time."""
+
+    def __init__(self, agents: Path) -> None:
+        self.exits: dict[int, float] = {}
+        self._agents = agents
+        self._read: dict[Path, int] = {}
+        self._poll = select.poll()
+        self._watched: dict[int, int] = {}
+        self._known: set[int] = set()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="witness", daemon=True)
+
+    def __enter__(self) -> Witness:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        for descriptor in self._watched:
+            os.close(descriptor)
+
+    def alive(self) -> set[int]:
+        """Pids that were seen and have not exited."""
+        return self._known - set(self.exits)
+
+    def _watch(self) -> None:
+        while not self._over.is_set():
+            for path in self._agents.glob("*/runs/*/*/logs/rank-*.jsonl"):
+                for pid in self._fresh_pids(path):
+                    self._open(pid)
+            until = time.monotonic() + SCAN_INTERVAL_S
+            while (left := until - time.monotonic()) > 0:
+                for descriptor, _ in self._poll.poll(left * 1000):
+                    self.exits[self._watched.pop(descriptor)] = time.time()
+                    self._poll.unregister(descriptor)
+                    os.close(descriptor)
+
+    def _fresh_pids(self, path: Path) -> list[int]:
+        """Pids that whole lines behind the last place read name as started."""
+        with path.open("rb") as file:
+            file.seek(self._read.get(path, 0))
+            lines = file.read().split(b"\n")[:-1]
+        self._read[path] = self._read.get(path, 0) + sum(len(line) + 1 for line in lines)
+        entries = [json.loads(line) for line in lines if b'"start"' in line or b'"child"' in line]
+        return [entry["pid"] for entry in entries if entry["kind"] in ("start", "child")]
+
+    def _open(self, pid: int) -> None:
+        if pid in self._known:
+            return
+        self._known.add(pid)
+        try:
+            descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self.exits[pid] = time.time()
+            return
+        self._watched[descriptor] = pid
+        self._poll.register(descriptor, select.POLLIN)
+
+
+def marked_processes(job: str, generation: int) -> list[int]:
+    """Live processes whose environment carries the mark of a generation."""
+    return _processes(f"EVERSTEP_MARK={job}:{generation}:".encode())
+
+
+def processes_of(home: Path) -> dict[int, str]:
+    """Live processes that name the folder in their environment or command line: pid -> command."""
+    found = {}
+    for pid in _processes(os.fsencode(home)):
+        words = _content(pid, "cmdline").replace(b"\0", b" ").decode(errors="replace").strip()
+        found[pid] = words or "(no command line)"
+    return found
+
+
+def _processes(needle: bytes) -> list[int]:
+    pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit() and int(entry) != os.getpid()]
+    return [pid for pid in pids if needle in _content(pid, "environ") or needle in _content(pid, "cmdline")]
+
+
+def _content(pid: int, name: str) -> bytes:
+    """A file of /proc/<pid>; empty for zombies, and for a process that is gone or not ours to read."""
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except OSError:
+        return b""

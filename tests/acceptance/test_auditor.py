@@ -1,0 +1,250 @@
+"""The auditor must find each planted wrongness: a check that cannot fail is a defect."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from demo_check.auditor import Audit, audit, disagreements, read_stories
+
+JOB = "job_a"
+SAVED, REACHED, LAST = 25, 33, 40
+FAULT = 1000.0
+DIGEST = {"model": "aa", "optimizer": "bb"}
+
+Log = list[dict[str, Any]]
+World = dict[tuple[int, int], Log]
+"""(generation, rank) -> lines of its log."""
+
+
+def step_line(step: int, at: float) -> dict[str, Any]:
+    return {
+        "kind": "step",
+        "step": step,
+        "at": at,
+        "loss": 4.0 - step / 100,
+        "loss_hex": (4.0 - step / 100).hex(),
+        "learning_rate": 0.001 * step,
+        "epoch": 0,
+        "span_start": 8 * (step - 1),
+        "span_stop": 8 * step,
+    }
+
+
+def good_world() -> World:
+    """Two ranks: saved at 25, rank 1 killed after step 33 at t=1000, generation 2 starts at t=1001."""
+    world: World = {}
+    for rank in (0, 1):
+        pid = 100 + rank
+        first = [{"kind": "start", "pid": pid, "at": 990.0, "generation": 1, "rank": rank}]
+        steps = [step_line(step, FAULT - (REACHED - step) * 0.05 - 0.01) for step in range(1, REACHED + 1)]
+        steps.insert(SAVED, {"kind": "saved", "step": SAVED, "at": steps[SAVED - 1]["at"]})
+        world[1, rank] = [*first, *steps]
+        again = [
+            {"kind": "start", "pid": 200 + rank, "at": 1001.0, "generation": 2, "rank": rank},
+            {
+                "kind": "resumed",
+                "step": SAVED,
+                "at": 1002.0,
+                "parent_generation": 1,
+                "saved_digest": dict(DIGEST),
+                "live_digest": dict(DIGEST),
+            },
+        ]
+        more = [step_line(step, 1002.0 + (step - SAVED) * 0.05) for step in range(SAVED + 1, LAST + 1)]
+        world[2, rank] = [*again, *more]
+    return world
+
+
+def judge(folder: Path, world: World, *, exits: dict[int, float] | None = None) -> Audit:
+    for (generation, rank), lines in world.items():
+        logs = folder / f"gpu-0{rank + 1}" / "runs" / JOB / str(generation) / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        (logs / f"rank-{rank}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"kind": "st')
+        start, stop = (990.0, FAULT - rank * 0.001 + (1 - rank) * 0.3) if generation == 1 else (1001.0, 1003.0)
+        beats = [start + 0.02 * index for index in range(int((stop - start) / 0.02) + 1)]
+        (logs / f"rank-{rank}.beats").write_text("".join(f"{beat:.6f}\n" for beat in beats))
+    return audit(
+        read_stories(folder, JOB),
+        old=1,
+        opened_at=FAULT + 0.1,
+        exits={100: FAULT + 0.31, 101: FAULT} if exits is None else exits,
+    )
+
+
+def receipt_of(found: Audit) -> dict[str, Any]:
+    return {
+        "verdict": {
+            "kind": found.continuity,
+            "steps_lost": found.steps_lost,
+            "steps_compared": found.steps_compared,
+        },
+        "generation": found.generation,
+        "reached_step": found.reached_step,
+        "parent": {"generation": 1, "step": found.parent_step},
+        "detect_s": found.detect_s,
+        "stop_s": found.stop_s,
+        "first_step_s": found.first_step_s,
+        "caught_up_s": found.caught_up_s,
+    }
+
+
+def test_recomputes_a_good_recovery_and_finds_nothing_wrong(tmp_path: Path) -> None:
+    found = judge(tmp_path, good_world())
+    assert found.wrong == ()
+    assert (found.continuity, found.steps_lost, found.steps_compared) == ("bit-equal", 8, 8)
+    assert (found.generation, found.killed_rank, found.parent_step, found.reached_step) == (2, 1, SAVED, REACHED)
+    assert found.detect_s == pytest.approx(0.1, abs=0.03)
+    assert found.stop_s == pytest.approx(0.31, abs=0.03)
+    assert found.first_step_s == pytest.approx(2.05, abs=0.03)
+    assert found.caught_up_s == pytest.approx(2.45, abs=0.03)
+    assert found.overlap_margin_s == pytest.approx(0.69, abs=0.03)
+    assert disagreements(found, receipt_of(found)) == []
+
+
+def change_step(world: World, generation: int, rank: int, step: int, **fields: Any) -> None:
+    for line in world[generation, rank]:
+        if line["kind"] == "step" and line["step"] == step:
+            line.update(fields)
+
+
+def forget_optimizer(world: World) -> None:
+    world[2, 1][1]["live_digest"]["optimizer"] = "cc"
+
+
+def lose_a_digest_part(world: World) -> None:
+    del world[2, 0][1]["live_digest"]["model"]
+
+
+def lose_all_digests(world: World) -> None:
+    world[2, 0][1] |= {"saved_digest": {}, "live_digest": {}}
+
+
+def change_one_loss(world: World) -> None:
+    change_step(world, 2, 0, 30, loss_hex=(1.0).hex())
+
+
+def restart_the_schedule(world: World) -> None:
+    change_step(world, 2, 0, 26, learning_rate=0.001)
+
+
+def rewind_the_sampler(world: World) -> None:
+    change_step(world, 2, 1, 26, span_start=0, span_stop=8)
+
+
+def skip_samples_after_the_replay(world: World) -> None:
+    change_step(world, 2, 1, 37, span_start=300, span_stop=308)
+
+
+def resume_elsewhere(world: World) -> None:
+    world[2, 1][1]["step"] = 20
+
+
+def resume_at_an_unsaved_step(world: World) -> None:
+    for rank in (0, 1):
+        world[1, rank] = [line for line in world[1, rank] if line["kind"] != "saved"]
+
+
+def start_before_the_old_ones_ended(world: World) -> None:
+    world[2, 0][0]["at"] = FAULT + 0.2
+
+
+def relaunch_twice(world: World) -> None:
+    for rank in (0, 1):
+        world[3, rank] = [line | {"generation": 3} for line in world[2, rank]]
+
+
+def start_a_rank_twice(world: World) -> None:
+    world[2, 0].insert(1, world[2, 0][0])
+
+
+def save_too_often(world: World) -> None:
+    world[1, 0].append({"kind": "saved", "step": 30, "at": FAULT})
+
+
+def leave_a_child(world: World) -> None:
+    world[1, 0].insert(1, {"kind": "child", "pid": 150, "at": 990.0})
+
+
+@pytest.mark.parametrize(
+    ("plant", "words"),
+    [
+        (forget_optimizer, "the optimizer was not restored"),
+        (lose_a_digest_part, "the model was not restored"),
+        (lose_all_digests, "logged no state digest"),
+        (change_one_loss, "Step 30, rank 0: the replayed loss"),
+        (restart_the_schedule, "the scheduler was not restored"),
+        (rewind_the_sampler, "the sampler was not restored"),
+        (skip_samples_after_the_replay, "step 37 does not begin where step 36 ended"),
+        (resume_elsewhere, "resumed at different steps"),
+        (resume_at_an_unsaved_step, "never logged as saved"),
+        (start_before_the_old_ones_ended, "The generations overlapped"),
+        (relaunch_twice, "There were 2 relaunches, not one"),
+        (start_a_rank_twice, "was started 2 times"),
+        (save_too_often, "less than 20 steps apart"),
+        (leave_a_child, "a process of generation 1 outlived the stop: pid 150"),
+    ],
+)
+def test_finds_what_is_planted(tmp_path: Path, plant: Callable[[World], None], words: str) -> None:
+    world = good_world()
+    plant(world)
+    found = judge(tmp_path, world)
+    assert any(words in sentence for sentence in found.wrong), found.wrong
+
+
+@pytest.mark.parametrize("plant", [forget_optimizer, change_one_loss, restart_the_schedule, rewind_the_sampler])
+def test_never_calls_a_broken_replay_bit_equal(tmp_path: Path, plant: Callable[[World], None]) -> None:
+    world = good_world()
+    plant(world)
+    assert judge(tmp_path, world).continuity == "broken"
+
+
+def test_finds_a_rank_that_outlived_the_stop(tmp_path: Path) -> None:
+    found = judge(tmp_path, good_world(), exits={101: FAULT})
+    assert any("a process of generation 1 outlived the stop: pid 100" in sentence for sentence in found.wrong)
+
+
+def test_finds_a_kill_right_after_a_save(tmp_path: Path) -> None:
+    world = good_world()
+    for rank in (0, 1):
+        world[1, rank] = [line for line in world[1, rank] if line["kind"] != "step" or line["step"] <= SAVED + 3]
+    assert any("died 3 steps after a save" in sentence for sentence in judge(tmp_path, world).wrong)
+
+
+def test_finds_missing_beats(tmp_path: Path) -> None:
+    judge(tmp_path, good_world())
+    for path in tmp_path.glob("gpu-02/runs/*/2/logs/*.beats"):
+        path.unlink()
+    found = audit(read_stories(tmp_path, JOB), old=1, opened_at=FAULT, exits={100: FAULT, 101: FAULT})
+    assert any("Rank 1 of generation 2 left no beats" in sentence for sentence in found.wrong)
+
+
+def test_refuses_to_judge_without_logs(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no rank logs of generation 2"):
+        judge(tmp_path, {key: lines for key, lines in good_world().items() if key[0] == 1})
+
+
+@pytest.mark.parametrize("name", ["detect_s", "stop_s", "first_step_s", "caught_up_s"])
+def test_finds_seconds_that_the_receipt_has_wrong(tmp_path: Path, name: str) -> None:
+    found = judge(tmp_path, good_world())
+    for wrong in (getattr(found, name) + 0.6, None):
+        assert any(name in words for words in disagreements(found, receipt_of(found) | {name: wrong}))
+
+
+@pytest.mark.parametrize("name", ["steps_lost", "steps_compared", "generation", "reached_step", "parent_step"])
+def test_finds_integers_that_the_receipt_has_wrong(tmp_path: Path, name: str) -> None:
+    found = judge(tmp_path, good_world())
+    claimed = receipt_of(dataclasses.replace(found, **{name: getattr(found, name) + 1}))
+    assert [words for words in disagreements(found, claimed) if name in words]
+
+
+def test_finds_a_verdict_that_the_logs_do_not_bear_out(tmp_path: Path) -> None:
+    world = good_world()
+    change_one_loss(world)
+    found = judge(tmp_path, world)
+    claimed = receipt_of(dataclasses.replace(found, continuity="bit-equal"))
+    assert [words for words in disagreements(found, claimed) if "continuity" in words]
