@@ -429,4 +429,4 @@ class Run:
 
 
 def _number(value: Any) -> float | None:
-    return None if value is None else float(value)
+    return None if value is None else float(value.detach() if isinstance(value, torch.Tensor) else value)

@@ -29,11 +29,11 @@ from torch.optim.lr_scheduler import LambdaLR
 import everstep
 
 SEED = 20
-BLOCK = 64
+BLOCK = 48
 """Characters that the model sees at once."""
 STRIDE = 16
 """Characters from the start of one sample to the next."""
-WIDTH, LAYERS, HEADS, DROPOUT = 64, 2, 4, 0.1
+WIDTH, LAYERS, HEADS, DROPOUT = 48, 2, 4, 0.1
 PEAK_LEARNING_RATE = 3e-3
 WARM_UP_STEPS = 20
 CORPUS_TARGET = 60_000
@@ -210,7 +210,7 @@ def train(run: everstep.Run, arguments: argparse.Namespace, device: torch.device
     sampler = new_sampler()
     loss_of = loss_function(model, data, device)
     run.track(model=model, optimizer=optimizer, scheduler=scheduler, sampler=sampler)
-    run.warm_up(lambda: loss_of(next(iter(sampler))).backward())
+    run.warm_up(lambda: backward(loss_of(next(iter(sampler)))))
     if run.resume() and arguments.forget:
         if arguments.forget == "optimizer":
             optimizer.state.clear()
@@ -228,7 +228,7 @@ def train(run: everstep.Run, arguments: argparse.Namespace, device: torch.device
         started = time.monotonic()
         optimizer.zero_grad(set_to_none=True)
         loss = loss_of(batch)
-        loss.backward()
+        backward(loss)
         grad_norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         learning_rate = scheduler.get_last_lr()[0]
         optimizer.step()
@@ -246,6 +246,10 @@ def loss_function(model: nn.Module, data: Tensor, device: torch.device) -> Calla
         return functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
 
     return loss_of
+
+
+def backward(loss: Tensor) -> None:
+    loss.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
 
 
 def digest(text: str) -> str:

@@ -74,7 +74,8 @@ class Intake:
                 if said.step in self.progress.saved:
                     return True
                 self.progress.saved.add(said.step)
-                self._pass_on(self._saved(said))
+                if said.rank == 0:  # the others note it in their own logs; one word to the server is enough
+                    self._pass_on(self._saved(said))
             case FinishedSaid():
                 if said.rank in self.progress.finished:
                     return True

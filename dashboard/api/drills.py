@@ -20,7 +20,7 @@ router = Router(tags=["drills"])
 
 class DrillRequest(Request):
     kind: str = Field(min_length=1, max_length=30, description="For example `kill-rank`.")
-    job: str = Field(min_length=1, max_length=40)
+    job: str = Field(max_length=40, pattern=r"^[\x21-\x7e]+$")
     rank: int | None = Field(default=None, ge=0, description="None: the server picks one.")
     steps_after_save: int = Field(default=0, ge=0, description="Wait until this many steps after the last checkpoint.")
     recovered_within_s: float = Field(default=120.0, gt=0, le=86_400, description="The promise.")

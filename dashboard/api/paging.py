@@ -61,7 +61,7 @@ def position(cursor: str | None) -> Position | None:
     match _decode(cursor):
         case None:
             return None
-        case [int() | float() as at, str() as row_id]:
+        case [float() as at, str() as row_id] if "\0" not in row_id:
             return Position(at=at, id=row_id)
     raise _bad_cursor()
 
@@ -71,7 +71,7 @@ def name_position(cursor: str | None) -> str:
     match _decode(cursor):
         case None:
             return ""
-        case [str() as name]:
+        case [str() as name] if "\0" not in name:
             return name
     raise _bad_cursor()
 

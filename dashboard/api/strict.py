@@ -1,4 +1,7 @@
-"""Refuses query parameters that an operation does not know: a misspelt filter must not be ignored in silence."""
+"""Refuses query parameters that an operation does not know: a misspelt filter must not be ignored in silence.
+
+NUL characters are refused too: no name holds one, and PostgreSQL takes none in a comparison.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,8 @@ def refuse_unknown_parameters(run: Run) -> Run:
             names = ", ".join(sorted(known)) or "none"
             detail = f"Unknown query parameter {', '.join(unknown)}; this operation knows: {names}."
             return problem_response(request, "unknown_parameter", detail, members={"parameters": unknown})
+        if any("\0" in str(value) for value in (*path.values(), *request.GET.values())):
+            return problem_response(request, "bad_request", "The address holds a NUL character, which no name has.")
         return run(request, **path)
 
     return checked

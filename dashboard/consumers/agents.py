@@ -88,6 +88,7 @@ class Fleet:
     def add(self, connection: Connection) -> None:
         self.connections.add(connection)
         if self._task is None or self._task.done():
+            self._look = asyncio.Event()
             self._task = asyncio.create_task(self._run())
             self._hint = asyncio.create_task(self._listen())
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,13 @@ def _read_tensors(directory: Path, parts: dict[str, Any], own_keys: dict[str, st
     }
     by_key = {own_keys.get(path, path): tensor for path, tensor in tensors.items()}
     try:
-        load(by_key, storage_reader=FileSystemReader(directory), no_dist=True)
+        _load_quietly(by_key, storage_reader=FileSystemReader(directory), no_dist=True)
     except CheckpointException as err:  # a BaseException: `except Exception` would miss it
         raise CheckpointDamaged(f"Checkpoint in {directory} cannot be loaded: {err}. Choose another one.") from err
     return tensors
+
+
+def _load_quietly(by_key: dict[str, Any], **options: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # each rank loads for itself
+        load(by_key, **options)

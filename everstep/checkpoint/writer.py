@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,7 +126,9 @@ def _keys_that_differ(snapshot: Snapshot, team: Team) -> dict[str, str]:
 def _write_tensors(aside: Path, snapshot: Snapshot, own_keys: Mapping[str, str], team: Team) -> None:
     tensors = {own_keys.get(path, path): tensor for path, tensor in snapshot.tensors.items()}
     writer = FileSystemWriter(aside, sync_files=True)
-    save(tensors, storage_writer=writer, process_group=team.group, no_dist=team.world_size == 1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a run without ranks is meant
+        save(tensors, storage_writer=writer, process_group=team.group, no_dist=team.world_size == 1)
 
 
 def _write_rank_file(aside: Path, snapshot: Snapshot, own_keys: Mapping[str, str], team: Team) -> list[FileEntry]:

@@ -1,0 +1,521 @@
+"""One generation on this node, from its first order to its proof of stop: a single task walks it through, step by step.
+
+The supervisor makes one per (job, generation) and tells it what is wanted; it reports what it does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from agents.errors import AgentError, CheckFailed, PolicyRefused, StartFailed
+from agents.log_lines import NodeLog
+from agents.policy import Account, Policy
+from agents.protocol.messages import (
+    AssignmentReport,
+    LaunchSpec,
+    Message,
+    ProofKind,
+    RankExited,
+    RankStarted,
+    SeenPhase,
+    StopProof,
+)
+from agents.sensors.rank_reports import RankReport, parse_log_line
+from agents.supervisor.cgroups import ControlGroup, NodeGroups
+from agents.supervisor.checkpoints import is_complete
+from agents.supervisor.environment import base_environment, mark_of, rank_environment
+from agents.supervisor.events import EventTail, LineTail, RankBegan, RankEnded, RunnerEnded, RunnerEvent, RunnerStarted
+from agents.supervisor.fingerprint import Fingerprint, ask_interpreter, take_fingerprint
+from agents.supervisor.intake import Intake
+from agents.supervisor.ports import PORT_BUSY, PortReservations
+from agents.supervisor.process_table import MARK_VARIABLE
+from agents.supervisor.processes import RunnerProcess
+from agents.supervisor.records import RunRecord, RunRecords
+from agents.supervisor.stopping import Target, prove_stopped
+
+log = NodeLog(__name__)
+
+RUNNER_PROTOCOL = 1
+_LOOK_AGAIN_S = 0.5
+"""How often events are read without a poke; pokes may be lost."""
+_LOG_TAIL_BYTES = 4 << 20
+_REASONS = {"port_busy": PORT_BUSY, "rank_failed": "", "": ""}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workplace:
+    """What runs share on this node."""
+
+    boot_id: str
+    runner_command: tuple[str, ...]
+    checks_runner: bool
+    """Ask the interpreter whether the runner is installed there."""
+    policy: Policy
+    records: RunRecords
+    ports: PortReservations
+    groups: NodeGroups | None
+    socket: Path
+    environment: Mapping[str, str]
+    driver: Callable[[], str]
+    emit: Callable[[Message], None]
+    drain: Callable[[], None]
+    """Take all that ranks have said until now."""
+    own_children: Callable[[], set[int]]
+    changed: Callable[[], None]
+    """A run has a new phase: orders that waited for it may go on."""
+    progressed: Callable[[str, int, int], None]
+    """(job, generation, rank) has made progress."""
+
+
+class Run:
+    """One generation on this node."""
+
+    def __init__(self, *, job: str, generation: int, plan_id: str, launch: LaunchSpec, place: Workplace) -> None:
+        self.job = job
+        self.generation = generation
+        self.plan_id = plan_id
+        self.launch = launch
+        self.phase = SeenPhase.PREPARING
+        self.report: AssignmentReport | None = None
+        self.rank_pids: dict[int, int] = {}
+        """Ranks that were started, by the runner's word."""
+        self.exited: set[int] = set()
+        self._place = place
+        self._files = place.records.files(job, generation)
+        self._mark = mark_of(job, generation, plan_id)
+        self._group = place.groups.group(job, generation) if place.groups else None
+        self._events = EventTail(self._files.events)
+        self._log_tails: dict[int, LineTail] = {}
+        self._record: RunRecord | None = None
+        self._runner: RunnerProcess | None = None
+        self._runner_ended: RunnerEnded | None = None
+        self._port: int | None = None
+        self._fingerprint: Fingerprint | None = None
+        self._stop_wanted = asyncio.Event()
+        self._start_wanted = asyncio.Event()
+        self._poked = asyncio.Event()
+        self._killed_at: float | None = None
+        self.intake = Intake(
+            job=job,
+            generation=generation,
+            ranks=self.ranks,
+            emit=place.emit,
+            progressed=lambda rank: place.progressed(job, generation, rank),
+        )
+
+    @property
+    def ranks(self) -> range:
+        return range(self.launch.first_rank, self.launch.first_rank + self.launch.ranks_per_node)
+
+    @property
+    def alive(self) -> bool:
+        """Whether processes of it may exist."""
+        return self.phase in (SeenPhase.RUNNING, SeenPhase.STOPPING)
+
+    @property
+    def runner_pid(self) -> int | None:
+        return self._runner.pid if self._runner is not None and not self._runner.ended.is_set() else None
+
+    def start(self, launch: LaunchSpec) -> None:
+        """Everything is prepared: run, by the launch that the order now holds (with the port)."""
+        self.launch = launch
+        self._start_wanted.set()
+
+    def stop(self) -> None:
+        """Kill it, whatever it is doing."""
+        self._stop_wanted.set()
+
+    def poke(self) -> None:
+        """The runner has written events."""
+        self._poked.set()
+
+    def take(self, said: RankReport) -> bool:
+        """A rank's report; False if no rank of this run may speak now."""
+        return self.alive and self.intake.take(said)
+
+    def holds_process(self, pid: int) -> bool:
+        """Whether a process belongs to this generation, by the kernel's word and not by the runner's."""
+        from agents.supervisor.process_table import carries_mark
+
+        return self._group.holds(pid) if self._group is not None else carries_mark(pid, self._mark)
+
+    # --- The walk -------------------------------------------------------------------------------------------------
+
+    async def drive(self) -> None:
+        """Prepare, wait for the order to run, run, and end with a proof."""
+        self._tell(SeenPhase.PREPARING)
+        try:
+            if not await self._prepare_or_stop():
+                return
+            await self._first(self._start_wanted, self._stop_wanted)
+            if self._stop_wanted.is_set():
+                self._never_started()
+                return
+            self._launch()
+        except CheckFailed as err:
+            self._give_up(SeenPhase.PREPARE_FAILED, str(err), err.reason)
+            return
+        except PolicyRefused as err:
+            self._give_up(SeenPhase.REFUSED, str(err), "policy")
+            return
+        except (StartFailed, AgentError, OSError) as err:
+            log.exception("a run could not be started", **self._fields)
+            self._give_up(SeenPhase.PREPARE_FAILED, str(err), "runner")
+            return
+        await self._follow()
+
+    async def drive_adopted(self, record: RunRecord) -> None:
+        """Go on with a run that an earlier life of this agent began, from what it wrote down."""
+        self._record = record
+        if record.cgroup is not None:
+            self._group = ControlGroup(Path(record.cgroup))
+        self._runner = self._find_runner(record)
+        log.info("run found again", alive=self._runner is not None, **self._fields)
+        self._tell(SeenPhase.RUNNING, detail="Found again after the agent's restart.")
+        await self._follow()
+
+    def adopt_ended(self, record: RunRecord) -> None:
+        """Remember a run that was proven stopped in an earlier life, and tell its story again.
+
+        What the server had not acknowledged then is lost with that life's outbox; it drops what it holds already.
+        """
+        assert record.proof is not None
+        self._record = record
+        self.phase = SeenPhase.RUNNING
+        for event in self._events.read():
+            self._hear(event)
+        self._tell(SeenPhase.STOPPED, detail=record.detail, reason=record.reason, proof=record.proof)
+
+    async def _prepare_or_stop(self) -> bool:
+        """Prepare, unless the stop comes first. False if it did."""
+        preparing = asyncio.ensure_future(self._prepare())
+        stopping = asyncio.ensure_future(self._stop_wanted.wait())
+        try:
+            await asyncio.wait((preparing, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if self._stop_wanted.is_set():
+                preparing.cancel()
+                with contextlib.suppress(asyncio.CancelledError, AgentError, OSError):
+                    await preparing
+                self._never_started()
+                return False
+            await preparing
+            return True
+        finally:
+            preparing.cancel()
+            stopping.cancel()
+
+    async def _prepare(self) -> None:
+        launch, place = self.launch, self._place
+        account = place.policy.account_for(launch)
+        place.policy.check_environment(launch)
+        place.policy.check_directory(launch)
+        base = base_environment(launch, account=account, node=place.environment)
+        interpreter = place.policy.interpreter_for(launch, search_path=base["PATH"])
+        if not os.path.isdir(launch.working_directory) or not os.access(launch.working_directory, os.R_OK | os.X_OK):
+            raise CheckFailed(
+                f"Working directory {launch.working_directory} is not there or not readable on this node: "
+                f"put it on storage that all nodes share.",
+                reason="working_directory",
+            )
+        self._check_parent()
+        if launch.node_rank == 0:
+            self._port = place.ports.reserve(launch.master_port)
+        said = await ask_interpreter(
+            interpreter, account=account, environment=base, directory=launch.working_directory
+        )
+        if place.checks_runner and not said.has_runner:
+            raise CheckFailed(
+                f"{interpreter} has no module everstep: install everstep into the job's environment on this node.",
+                reason="runner",
+            )
+        self._fingerprint = take_fingerprint(launch, interpreter=said, driver=place.driver())
+        self._tell(SeenPhase.PREPARED)
+
+    def _check_parent(self) -> None:
+        launch = self.launch
+        if launch.parent_generation is None or launch.parent_step is None:
+            return
+        if not is_complete(launch.checkpoint_directory, launch.parent_generation, launch.parent_step):
+            raise CheckFailed(
+                f"Checkpoint {launch.parent_generation}:{launch.parent_step} is not complete in "
+                f"{launch.checkpoint_directory}, seen from this node: put checkpoints on storage that all nodes share.",
+                reason="checkpoint",
+            )
+
+    def _launch(self) -> None:
+        """Write down what is started, then start it. Everything before the start can be undone by forgetting it."""
+        launch, place = self.launch, self._place
+        expected = launch.expected_fingerprint
+        if expected and self._fingerprint is not None and expected != self._fingerprint.value:
+            raise CheckFailed(
+                f"The job is {self._fingerprint.value} here, {expected} was expected: make the nodes' files agree.",
+                reason="fingerprint",
+            )
+        if launch.master_port is None:
+            raise CheckFailed("The order to run names no rendezvous port.", reason="runner")
+        account = place.policy.account_for(launch)
+        base = base_environment(launch, account=account, node=place.environment)
+        interpreter = place.policy.interpreter_for(launch, search_path=base["PATH"])
+        environment = rank_environment(
+            base,
+            launch,
+            job=self.job,
+            generation=self.generation,
+            plan_id=self.plan_id,
+            socket=place.socket,
+            log_directory=self._files.logs,
+        )
+        if self._group is not None:
+            self._group.create()
+        self._remember(
+            RunRecord(
+                job=self.job,
+                generation=self.generation,
+                plan_id=self.plan_id,
+                mark=self._mark,
+                launch=launch,
+                boot_id=place.boot_id,
+                cgroup=None if self._group is None else str(self._group.path),
+            )
+        )
+        self._files.create(account, self._launch_file(interpreter, environment))
+        if self._port is not None:
+            place.ports.release(self._port)
+        self._runner = self._start_runner(interpreter, account, environment)
+        assert self._record is not None
+        self._remember(
+            msgspec.structs.replace(self._record, pid=self._runner.pid, start_time=self._runner.start_time)
+        )
+        log.info("runner started", pid=self._runner.pid, cgroup=self._record.cgroup, **self._fields)
+        self._tell(SeenPhase.RUNNING)
+
+    def _start_runner(self, interpreter: str, account: Account, environment: dict[str, str]) -> RunnerProcess:
+        return RunnerProcess.start(
+            [interpreter, *self._place.runner_command, "--directory", str(self._files.directory)],
+            account=account,
+            directory=self._files.directory,
+            environment=environment,
+            cgroup=None if self._group is None else self._group.path,
+            log=self._files.runner_log,
+        )
+
+    def _launch_file(self, interpreter: str, environment: dict[str, str]) -> dict[str, object]:
+        launch = self.launch
+        return {
+            "protocol": RUNNER_PROTOCOL,
+            "job": self.job,
+            "generation": self.generation,
+            "plan_id": self.plan_id,
+            "argv": [interpreter, *launch.argv[1:]],
+            "working_directory": launch.working_directory,
+            "environment": environment,
+            "run_id": launch.run_id,
+            "node_rank": launch.node_rank,
+            "node_count": launch.node_count,
+            "ranks_per_node": launch.ranks_per_node,
+            "first_rank": launch.first_rank,
+            "world_size": launch.world_size,
+            "master_address": launch.master_address,
+            "master_port": launch.master_port,
+            "checkpoint_directory": launch.checkpoint_directory,
+            "parent_generation": launch.parent_generation,
+            "parent_step": launch.parent_step,
+            "socket": str(self._place.socket),
+            "mark": self._mark,
+            "stop_limit_s": launch.stop_limit_s,
+            "log_directory": str(self._files.logs),
+            "cgroup": None if self._group is None else str(self._group.path),
+        }
+
+    # --- While it runs --------------------------------------------------------------------------------------------
+
+    async def _follow(self) -> None:
+        """Pass on what runner and ranks say until it ends or must end; then make sure that nothing is left."""
+        while not self._stop_wanted.is_set():
+            self._poked.clear()
+            self._read_events()
+            if self._runner is None or self._runner.ended.is_set():
+                break
+            await self._first(self._poked, self._stop_wanted, self._runner.ended, within_s=_LOOK_AGAIN_S)
+        if self._stop_wanted.is_set():
+            self._read_events()
+            self._tell(SeenPhase.STOPPING)
+        self._killed_at = time.time()
+        proof = await prove_stopped(
+            self._target,
+            own_children=self._place.own_children,
+            stuck=lambda words: self._tell(SeenPhase.STOPPING, detail=words),
+        )
+        self._read_events()
+        self._catch_up(self.ranks)
+        self._end(proof)
+
+    def _end(self, proof: StopProof) -> None:
+        detail, reason = ("", "") if self._stop_wanted.is_set() else self._why_ended()
+        if self._runner is not None:
+            self._runner.release()
+        if self._group is not None:
+            self._group.remove()
+        assert self._record is not None
+        self._remember(msgspec.structs.replace(self._record, proof=proof, detail=detail, reason=reason))
+        log.info("run is over", proof=proof.kind, killed=proof.killed, reason=reason or detail, **self._fields)
+        self._tell(SeenPhase.STOPPED, detail=detail, reason=reason, proof=proof)
+
+    def _why_ended(self) -> tuple[str, str]:
+        """(detail, reason) of a run that ended without being told to."""
+        ended = self._runner_ended
+        if ended is not None:
+            return ended.detail, _REASONS.get(ended.reason, "runner")
+        if self._runner is None:
+            return "The runner was gone when the agent came back.", "runner"
+        return f"{self._runner.exit_words} {self._last_words()}".strip(), "runner"
+
+    def _last_words(self) -> str:
+        lines = LineTail(self._files.runner_log, start=_tail_start(self._files.runner_log, 8192)).lines()
+        return lines[-1].decode(errors="replace")[:1000] if lines else ""
+
+    def _read_events(self) -> None:
+        for event in self._events.read():
+            self._hear(event)
+
+    def _hear(self, event: RunnerEvent) -> None:
+        match event:
+            case RunnerStarted(protocol=protocol):
+                if protocol > RUNNER_PROTOCOL:
+                    log.warning("the runner is newer than this agent: upgrade the agent", protocol=protocol)
+            case RankBegan() if event.rank in self.ranks:
+                self.rank_pids[event.rank] = event.pid
+                self._place.emit(
+                    RankStarted(
+                        job=self.job, generation=self.generation, rank=event.rank, pid=event.pid, at=event.at
+                    )
+                )
+            case RankEnded() if event.rank in self.ranks and event.rank not in self.exited:
+                self._hear_exit(event)
+            case RunnerEnded():
+                self._runner_ended = event
+
+    def _hear_exit(self, event: RankEnded) -> None:
+        self.exited.add(event.rank)
+        if self._killed_at is not None and self._stop_wanted.is_set() and event.at >= self._killed_at:
+            return  # killed by this agent, on order: no news
+        self._catch_up([event.rank])
+        self._place.emit(
+            RankExited(
+                job=self.job,
+                generation=self.generation,
+                rank=event.rank,
+                pid=event.pid,
+                at=event.at,
+                exit_code=event.exit_code,
+                signal=event.signal,
+                detail=_clip(event.detail),
+            )
+        )
+        self._place.progressed(self.job, self.generation, event.rank)
+
+    def _catch_up(self, ranks: range | list[int]) -> None:
+        """Take what the ranks said but did not get through: first from the socket, then from their own logs."""
+        self._place.drain()
+        for rank in ranks:
+            path = self._files.rank_log(rank)
+            tail = self._log_tails.setdefault(rank, LineTail(path, start=_tail_start(path, _LOG_TAIL_BYTES)))
+            for line in tail.lines():
+                said = parse_log_line(line, job=self.job)
+                if said is not None and said.rank == rank and said.generation == self.generation:
+                    self.intake.take(said)
+        self.intake.flush()
+
+    # --- Ends -----------------------------------------------------------------------------------------------------
+
+    def _never_started(self) -> None:
+        self._release_port()
+        evidence = "the order to run never came, so that no process of it was started here"
+        proof = StopProof(kind=ProofKind.NEVER_STARTED, at=time.time(), evidence=evidence)
+        self._tell(SeenPhase.STOPPED, proof=proof)
+
+    def _give_up(self, phase: SeenPhase, detail: str, reason: str) -> None:
+        self._release_port()
+        if self._group is not None:
+            self._group.remove()
+        if self._record is not None and self._runner is None:
+            evidence = "its runner could not be started"
+            proof = StopProof(kind=ProofKind.NEVER_STARTED, at=time.time(), evidence=evidence)
+            self._remember(msgspec.structs.replace(self._record, proof=proof, detail=_clip(detail), reason=reason))
+        log.warning("a run cannot be", phase=phase, reason=reason, detail=detail, **self._fields)
+        self._tell(phase, detail=detail, reason=reason)
+
+    def _release_port(self) -> None:
+        if self._port is not None:
+            self._place.ports.release(self._port)
+
+    # --- Small things ---------------------------------------------------------------------------------------------
+
+    @property
+    def _fields(self) -> dict[str, object]:
+        return {"job": self.job, "generation": self.generation, "plan": self.plan_id}
+
+    def _target(self) -> Target:
+        return Target(mark=self._mark, group=self._group, runner=self.runner_pid)
+
+    def _find_runner(self, record: RunRecord) -> RunnerProcess | None:
+        if record.boot_id != self._place.boot_id:
+            return None
+        if record.pid is not None:
+            return RunnerProcess.adopt(pid=record.pid, start_time=record.start_time)
+        # The agent died between start and note: the runner has written its number, if it came so far.
+        for event in EventTail(self._files.events).read():
+            if isinstance(event, RunnerStarted) and self.holds_process(event.pid):
+                return RunnerProcess.adopt(pid=event.pid, start_time=None)
+        return None
+
+    def _remember(self, record: RunRecord) -> None:
+        self._record = record
+        self._place.records.write(record)
+
+    def _tell(self, phase: SeenPhase, *, detail: str = "", reason: str = "", proof: StopProof | None = None) -> None:
+        self.phase = phase
+        self.report = AssignmentReport(
+            job=self.job,
+            generation=self.generation,
+            plan_id=self.plan_id,
+            phase=phase,
+            at=time.time(),
+            detail=_clip(detail),
+            reason=reason,
+            master_port=self._port,
+            fingerprint=self._fingerprint.value if self._fingerprint else "",
+            fingerprint_parts=self._fingerprint.parts if self._fingerprint else {},
+            proof=proof,
+        )
+        self._place.emit(self.report)
+        self._place.changed()
+
+    @staticmethod
+    async def _first(*events: asyncio.Event, within_s: float | None = None) -> None:
+        waits = [asyncio.ensure_future(event.wait()) for event in events]
+        try:
+            await asyncio.wait(waits, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+
+def _clip(text: str) -> str:
+    """The wire takes 4000 characters of text; the end says more than the beginning."""
+    return text if len(text) <= 4000 else "..." + text[-3990:]
+
+
+def _tail_start(path: Path, size_bytes: int) -> int:
+    try:
+        return max(0, path.lstat().st_size - size_bytes)
+    except OSError:
+        return 0

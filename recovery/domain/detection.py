@@ -1,0 +1,65 @@
+"""Whether a job needs an incident: read from the job's state, so that a fault whose message came at a bad moment counts.
+
+Ingest opens an incident with the fact that tells of the death; the sweep asks here again, since a death may be stored
+while an older incident of the job ends, and since a runner may vanish without a word about its ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from recovery.domain.diagnosis import diagnose
+from recovery.domain.generations import AssignmentPhase, GenerationView
+from recovery.domain.instructions import JobState
+from recovery.domain.situation import Situation
+
+RULE_VERSION = "detection-1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """What an incident is opened for."""
+
+    generation: int
+    rank: int | None
+    """None where a runner is gone and no rank's end is known."""
+    at: float | None
+    """The agent's time, corrected; None where nobody saw it happen."""
+    sentence: str
+
+
+def find_fault(situation: Situation) -> Fault | None:
+    """The fault of a job that has no open incident; None if it has none, or if its end was wanted."""
+    job = situation.job
+    if job.stop_wanted or job.state not in (JobState.LAUNCHING, JobState.RUNNING, JobState.RECOVERING):
+        return None
+    newest = max(situation.generations, key=lambda generation: generation.number, default=None)
+    if newest is None or newest.wanted is not AssignmentPhase.RUN or newest.ended_well:
+        return None
+    return _death(newest) or _vanished_runner(newest, launching=job.state is JobState.LAUNCHING)
+
+
+def _death(generation: GenerationView) -> Fault | None:
+    cause = diagnose(generation.ranks)
+    if cause is None:
+        return None
+    dead = next((rank for rank in generation.ranks if rank.rank == cause.rank), None)
+    return Fault(
+        generation=generation.number,
+        rank=cause.rank,
+        at=dead.exited_at if dead else None,
+        sentence=cause.sentence,
+    )
+
+
+def _vanished_runner(generation: GenerationView, *, launching: bool) -> Fault | None:
+    """While a job is launched for the first time, a runner that cannot start is a failed launch and no fault."""
+    if launching or not generation.failed_shares:
+        return None
+    share = generation.failed_shares[0]
+    return Fault(
+        generation=generation.number,
+        rank=None,
+        at=None,
+        sentence=f"The runner of generation {generation.number} on {share.node} is gone.",
+    )

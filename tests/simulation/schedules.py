@@ -1,0 +1,181 @@
+"""A schedule: two jobs, a handful of nodes, and faults at chosen moments. All of it follows from (seed, index)."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+CALM_AFTER_S = 110.0
+"""From here on nothing new breaks: nodes come back, armed faults are disarmed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """One thing that goes wrong or is asked for. `when` arms it: it fires once the job enters a state of that name."""
+
+    at: float
+    kind: str
+    job: str = ""
+    node: str = ""
+    rank: int = 0
+    value: int = 0
+    text: str = ""
+    seconds: float = 0.0
+    when: str = ""
+
+    def __str__(self) -> str:
+        parts = [f"{name}={value!r}" for name, value in vars(self).items() if value and name not in ("at", "kind")]
+        return f"{self.at:7.2f} s  {self.kind}  {' '.join(parts)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobShape:
+    id: str
+    node_count: int
+    ranks_per_node: int
+    total_steps: int
+    save_every: int
+    step_time_s: float
+    submitted_at: float
+    reports_digests: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeShape:
+    name: str
+    rack: str
+    slots: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    seed: int
+    index: int
+    nodes: tuple[NodeShape, ...]
+    jobs: tuple[JobShape, ...]
+    events: tuple[Event, ...]
+    noise: float
+    """0: a fast network that loses nothing and a worker that is never slow; 1: neither."""
+    operator_retries: bool = False
+    """After the calm, an operator tries each escalated incident once more."""
+
+    def __str__(self) -> str:
+        lines = [f"schedule {self.seed}:{self.index}, noise {self.noise:.2f}"]
+        lines += [f"  node {n.name} rack={n.rack} slots={n.slots}" for n in self.nodes]
+        lines += [
+            f"  job {j.id}: {j.node_count} nodes x {j.ranks_per_node} ranks, {j.total_steps} steps of {j.step_time_s} s, "
+            f"saved every {j.save_every}, submitted at {j.submitted_at:.1f} s"
+            for j in self.jobs
+        ]
+        lines += [f"  {event}" for event in self.events]
+        if self.operator_retries:
+            lines.append("  after the calm: escalated incidents are retried once")
+        return "\n".join(lines)
+
+
+_STATES = ("stopping", "placing", "launching", "verifying", "detected")
+_SIGNALS = (9, 9, 9, 11, 6, 15)
+_CODES = (1, 7, 0)
+
+
+@dataclass
+class _Draft:
+    rng: random.Random
+    jobs: tuple[JobShape, ...]
+    nodes: tuple[NodeShape, ...]
+    events: list[Event] = field(default_factory=list)
+
+    def add(self, kind: str) -> None:
+        rng = self.rng
+        job = rng.choice(self.jobs)
+        node = rng.choice(self.nodes).name
+        at = rng.uniform(2.0, 80.0)
+        world_size = job.node_count * job.ranks_per_node
+        rank = rng.randrange(world_size)
+        when = rng.choice(_STATES) if rng.random() < 0.45 else ""
+        match kind:
+            case "kill_rank":
+                self._put(kind, at=at, job=job.id, rank=rank, value=rng.choice(_SIGNALS), when=when)
+            case "exit_rank":
+                self._put(kind, at=at, job=job.id, rank=rank, value=rng.choice(_CODES), when=when)
+            case "kill_two_ranks":
+                for _ in range(2):
+                    self._put("kill_rank", at=at, job=job.id, rank=rng.randrange(world_size), value=9, when=when)
+            case "kill_twice":
+                self._put("kill_rank", at=at, job=job.id, rank=rank, value=9)
+                self._put("kill_rank", at=at, job=job.id, rank=rng.randrange(world_size), value=9, when=when or "launching")
+            case "lose_contact" | "restart_agent" | "reboot" | "stuck_stop" | "unhealthy" | "cordon" | "slow_prepare":
+                seconds = rng.choice((0.5, 2.0, 6.0, 14.0, 40.0))
+                self._put(kind, at=at, job=job.id, node=node, seconds=seconds, when=when)
+            case "prepare_fails" | "refuse_policy" | "busy_port" | "silent_runner" | "runner_dies":
+                self._put(kind, at=at, job=job.id, node=node, value=rng.choice((1, 1, 2, 4)), when=when)
+            case "worker_dies_before_save" | "worker_dies_after_save":
+                self._put(kind, at=at, job=job.id, value=rng.choice((1, 1, 2, 6)), when=when)
+            case "repeat_advance":
+                self._put(kind, at=at, job=job.id, value=rng.randrange(2, 5), when=when)
+            case "command":
+                command = rng.choice(("pause", "pause", "resume", "retry", "close"))
+                self._put(kind, at=at, job=job.id, text=command, when=when)
+                if command == "pause":
+                    later = at + rng.uniform(0.5, 20.0)
+                    self._put(kind, at=later, job=job.id, text=rng.choice(("resume", "resume", "retry")), when="paused")
+            case "stop_job":
+                self._put(kind, at=at, job=job.id, when=when)
+            case "crash_at_step":
+                step = rng.randrange(1, job.total_steps + 1)
+                self._put(kind, at=0.0, job=job.id, rank=rank, value=step, seconds=rng.choice((1, 2, 99)))
+            case "break_continuity":
+                part = rng.choice(("optimizer", "scheduler", "sampler", "loss", "resumed_step"))
+                self._put(kind, at=at, job=job.id, text=part, value=rng.choice((1, 1, 2)))
+                self._put("kill_rank", at=at, job=job.id, rank=rank, value=9)
+            case "exit_last":
+                self._put(kind, at=0.0, job=job.id, rank=rank, value=rng.choice((0, 1, 9)))
+            case "mismatch":
+                self._put(kind, at=at, job=job.id, node=node, when=when)
+
+    def _put(self, kind: str, **fields: object) -> None:
+        self.events.append(Event(kind=kind, **fields))  # type: ignore[arg-type]
+
+
+_KINDS = {
+    "kill_rank": 14, "exit_rank": 6, "kill_two_ranks": 4, "kill_twice": 8, "lose_contact": 6, "restart_agent": 3,
+    "reboot": 3, "stuck_stop": 2, "unhealthy": 2, "cordon": 1, "slow_prepare": 2, "prepare_fails": 4,
+    "refuse_policy": 1, "busy_port": 4, "silent_runner": 2, "runner_dies": 3, "worker_dies_before_save": 4,
+    "worker_dies_after_save": 4, "repeat_advance": 4, "command": 4, "stop_job": 2, "crash_at_step": 3,
+    "break_continuity": 4, "exit_last": 2, "mismatch": 1,
+}  # fmt: skip
+
+
+def make_schedule(seed: int, index: int) -> Schedule:
+    """The schedule of that number; the same arguments give the same schedule on every machine."""
+    rng = random.Random(f"{seed}:{index}:schedule")
+    jobs = tuple(
+        JobShape(
+            id=f"job-{name}",
+            node_count=rng.choice((1, 2, 2, 2, 3) if name == "a" else (1, 1, 2)),
+            ranks_per_node=rng.choice((1, 1, 2)),
+            total_steps=rng.choice((12, 24, 40)),
+            save_every=rng.choice((4, 8)),
+            step_time_s=rng.choice((0.4, 0.8, 1.5)),
+            submitted_at=rng.uniform(0.0, 5.0),
+            reports_digests=rng.random() < 0.9,
+        )
+        for name in ("a", "b")
+    )
+    needed = sum(job.node_count for job in jobs)
+    spares = rng.choice((0, 1, 1, 1, 2))
+    nodes = tuple(
+        NodeShape(name=f"gpu-{number:02d}", rack=f"r{number % 2}", slots=2) for number in range(1, needed + spares + 1)
+    )
+    draft = _Draft(rng=rng, jobs=jobs, nodes=nodes)
+    for kind in rng.choices(list(_KINDS), weights=list(_KINDS.values()), k=rng.randrange(0, 9)):
+        draft.add(kind)
+    return Schedule(
+        seed=seed,
+        index=index,
+        nodes=nodes,
+        jobs=jobs,
+        events=tuple(sorted(draft.events, key=lambda event: event.at)),
+        noise=rng.choice((0.0, 0.2, 0.5, 1.0)),
+        operator_retries=rng.random() < 0.5,
+    )
