@@ -10,7 +10,7 @@ SCHEDULES ?= 500
 # Management commands that need no state of their own keep the little that they write out of the demo's folder.
 SCRATCH := EVERSTEP_HOME=$(CURDIR)/.venv/scratch
 
-.PHONY: help install demo demo-check check check-format check-lint check-types check-imports check-unit test proof \
+.PHONY: help install demo demo-check check check-format check-lint check-types check-imports check-unit test proof chaos \
 	simulate screenshots openapi lock clean
 .DEFAULT_GOAL := help
 
@@ -32,6 +32,9 @@ demo: install ## server, agents and a real training job on this machine; Ctrl-C 
 
 demo-check: install ## the demo without a person: one drill, its proof recomputed. BUG=optimizer|scheduler|sampler|ghost
 	@PYTHONPATH=tests/acceptance BUG=$(BUG) KEEP=$(KEEP) SEED=$(SEED) $(BIN)/python -m demo_check
+
+chaos: install ## drills while workers die at named places, and Redis is flushed and gone. SEED=1
+	@PYTHONPATH=tests/acceptance SEED=$(SEED) $(BIN)/python -m chaos
 
 check: $(VENV) ## format, lint, types, imports and unit tests, in under a minute
 	@$(MAKE) --no-print-directory --output-sync=target -j2 check-types check-unit check-format check-lint check-imports

@@ -1,4 +1,4 @@
-"""Log lines of the agent: `time level what key=value ...` on stderr. The daemon sets them up; everyone logs through it."""
+"""Log lines of the agent: `time level what key=value ...` on stderr. Every module of the agent logs through here."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class Policy:
 
     def check_directory(self, launch: LaunchSpec) -> None:
         """Raises `PolicyRefused` if the working directory, its links followed, is not an allowed one."""
-        if not os.path.isabs(launch.working_directory) or "\0" in launch.working_directory:
+        if not launch.working_directory.startswith("/") or "\0" in launch.working_directory:
             raise PolicyRefused(f"Working directory {launch.working_directory!r} is not absolute: submit it as such.")
         if not self.allowed_directories:
             return
@@ -82,7 +82,7 @@ class Policy:
         interpreter = launch.argv[0]
         if "/" not in interpreter:
             interpreter = shutil.which(interpreter, path=search_path) or interpreter
-        if not os.path.isabs(interpreter):
+        if not interpreter.startswith("/"):
             raise PolicyRefused(f"Interpreter {launch.argv[0]!r} is not on this node: submit its absolute path.")
         normal = os.path.normpath(interpreter)
         if self.allowed_interpreters and not any(fnmatchcase(normal, known) for known in self.allowed_interpreters):
@@ -110,7 +110,9 @@ def load_policy(path: Path | None) -> Policy:
         if key not in _KEYS:
             raise PolicyUnreadable(f"Policy {path}: {key!r} is unknown; known are {', '.join(sorted(_KEYS))}.")
         if not isinstance(value, _KEYS[key]) or (isinstance(value, list) and not _all_text(value)):
-            raise PolicyUnreadable(f"Policy {path}: {key} must be {'true or false' if key == 'allow_root' else 'a list of texts'}.")
+            raise PolicyUnreadable(
+                f"Policy {path}: {key} must be {'true or false' if key == 'allow_root' else 'a list of texts'}."
+            )
     return Policy(
         allowed_users=tuple(values.get("allowed_users", ())),
         allowed_directories=tuple(Path(text).expanduser().resolve() for text in values.get("allowed_directories", ())),

@@ -93,7 +93,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--address", default="127.0.0.1", help="address under which other nodes reach this one")
     parser.add_argument("--port-range", default="20000-20999", metavar="A-B", help="ports for rendezvous")
     parser.add_argument("--policy", metavar="FILE", help="TOML file with what this node allows")
-    parser.add_argument("--no-cgroup", action="store_true", help="find processes by /proc even if cgroups could be used")
+    parser.add_argument(
+        "--no-cgroup", action="store_true", help="find processes by /proc even if cgroups could be used"
+    )
     parser.add_argument("--stop-runs-on-exit", action="store_true", help="kill this node's ranks when the agent ends")
     parser.add_argument("--verbose", action="store_true", help="log more")
     return parser

@@ -85,7 +85,7 @@ def _database(url: str) -> dict[str, Any]:
         "NAME": parts.path.lstrip("/"),
         "USER": unquote(parts.username or ""),
         "PASSWORD": unquote(parts.password or ""),
-        "HOST": parts.hostname or "",
+        "HOST": unquote(parts.hostname or ""),  # %2Frun%2Fpostgresql is a socket folder
         "PORT": parts.port or "",
     }
 
@@ -120,7 +120,6 @@ USE_TZ = True
 USE_I18N = False
 
 STATIC_URL = "static/"
-STATIC_ROOT = BASE_DIR / "staticfiles"
 # Static files are served from where they lie, found once at start: no collecting between an update and a restart.
 WHITENOISE_USE_FINDERS = True
 WHITENOISE_ALLOW_ALL_ORIGINS = False

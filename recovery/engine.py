@@ -113,7 +113,7 @@ def _advance_job_once(job_id: str) -> bool:
     state = job.state
     with transaction.atomic():
         saved = Job.objects.filter(pk=job.pk, version=job.version).update(
-            version=F("version") + 1, launch_attempts=F("launch_attempts") + outcome.failed_launch
+            version=F("version") + 1, launch_attempts=F("launch_attempts") + int(outcome.failed_launch)
         )
         if not saved:
             raise Conflict(f"{job.id} was advanced by another worker")

@@ -113,7 +113,9 @@ class Gpu:
             "sm_clock_mhz": read("sm_clock", lambda gpu: pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM)),
             "clock_event_reasons": read("clock_event_reasons", _reasons),
         }
-        problem = "GPU is lost" if self._lost else ", ".join(f"{call}: NVML error {code}" for call, code in errors.items())
+        problem = (
+            "GPU is lost" if self._lost else ", ".join(f"{call}: NVML error {code}" for call, code in errors.items())
+        )
         return {**sample, "problem": problem}
 
     def _power_limit_w(self, read: Callable[[str, Callable[[Any], Any]], Any]) -> float | None:

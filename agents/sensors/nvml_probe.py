@@ -1,4 +1,4 @@
-"""The agent's end of the NVML child: asks once per tick, waits no longer than its deadline, and restarts a dead child."""
+"""The agent's end of the NVML child: asks once per tick, waits no longer than its deadline, restarts a dead child."""
 
 from __future__ import annotations
 
@@ -61,6 +61,7 @@ class NvmlProbe:
         patience_s: float = 5.0,
         backoff_s: float = 1.0,
         backoff_cap_s: float = 60.0,
+        children: set[int] | None = None,
     ) -> None:
         self._command = list(command)
         source = os.environ if environment is None else environment
@@ -79,6 +80,8 @@ class NvmlProbe:
         self._tick = 0
         self._answered = asyncio.Event()
         self._off = False
+        self._children = set() if children is None else children
+        """Where the agent lists the processes that are its own."""
 
     @property
     def pid(self) -> int | None:
@@ -175,6 +178,7 @@ class NvmlProbe:
         assert process.stdout is not None
         os.set_blocking(process.stdin.fileno(), False)
         os.set_blocking(process.stdout.fileno(), False)
+        self._children.add(process.pid)
         child = _Child(process=process)
         self._child = child
         asyncio.get_running_loop().add_reader(process.stdout.fileno(), self._read, child)
@@ -247,6 +251,7 @@ class NvmlProbe:
                 while not await _ended(process, within_s=60.0):
                     pass
         process.stdout.close()
+        self._children.discard(process.pid)
         self._ending = None
 
 

@@ -1,7 +1,7 @@
 """The local door for ranks and runners: a Unix datagram socket, read at once, every datagram checked and counted.
 
-The daemon opens it; the supervisor decides by (job, generation) who may speak. Senders never wait: what does not fit the
-kernel's queue (often 10 datagrams) is gone here and is made good from the rank's own log.
+The daemon opens it; the supervisor decides by (job, generation) who may speak. Senders never wait: what does not fit
+the kernel's queue (often 10 datagrams) they send later, or it is made good from the rank's own log.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The environment of runner and ranks, built fresh: a few names of the node's, the job's own, and what Everstep adds."""
+"""The environment of runner and ranks, built fresh: a few names of the node's, the job's own, and Everstep's."""
 
 from __future__ import annotations
 

@@ -50,12 +50,15 @@ class Fingerprint:
 
 
 async def ask_interpreter(
-    interpreter: str, *, account: Account, environment: Mapping[str, str], directory: str
+    interpreter: str, *, account: Account, environment: Mapping[str, str], directory: str, children: set[int]
 ) -> Interpreter:
-    """Start the interpreter once, as the job's user. Raises `CheckFailed` with reason `interpreter`."""
-    as_other = {} if account.uid == os.geteuid() else {"user": account.uid, "group": account.gid}
+    """Start the interpreter once, as the job's user, and list it in `children` meanwhile.
+
+    Raises `CheckFailed` with reason `interpreter`.
+    """
+    other = account.uid != os.geteuid()
     try:
-        process = subprocess.Popen(
+        process = subprocess.Popen(  # noqa: ASYNC220  returns after exec; the waiting is done by the loop
             [interpreter, "-c", _PROBE],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -63,11 +66,13 @@ async def ask_interpreter(
             cwd=directory,
             env=dict(environment),
             start_new_session=True,
-            extra_groups=list(account.groups) if as_other else None,
-            **as_other,
+            user=account.uid if other else None,
+            group=account.gid if other else None,
+            extra_groups=list(account.groups) if other else None,
         )
     except OSError as err:
         raise CheckFailed(f"{interpreter} could not be started: {err.strerror}.", reason="interpreter") from err
+    children.add(process.pid)
     try:
         await _wait(process)
     except TimeoutError as err:
@@ -76,6 +81,7 @@ async def ask_interpreter(
         if process.poll() is None:
             process.kill()
             process.wait()
+        children.discard(process.pid)
         assert process.stdout is not None
         assert process.stderr is not None
         with process.stdout, process.stderr:
@@ -100,7 +106,7 @@ def take_fingerprint(launch: LaunchSpec, *, interpreter: Interpreter, driver: st
     """Name what the job is made of here. Values of the environment and arguments appear as hashes only."""
     parts = {
         "argv": _hash(json.dumps(launch.argv).encode()),
-        "working directory": launch.working_directory,
+        "working directory": launch.working_directory[:300],
         "environment": _hash(json.dumps(sorted(launch.environment.items())).encode()),
         "script": _script_hash(launch),
         "interpreter": interpreter.version,

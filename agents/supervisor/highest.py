@@ -39,7 +39,9 @@ class HighestStore:
         try:
             self._jobs = {str(job): HighWater(**known) for job, known in value.items()}
         except (TypeError, AttributeError) as err:
-            raise StateUnusable(f"{self._path} is damaged ({err}). Stop what runs on this node, then remove it.") from err
+            raise StateUnusable(
+                f"{self._path} is damaged ({err}). Stop what runs on this node, then remove it."
+            ) from err
 
     @property
     def jobs(self) -> dict[str, HighWater]:

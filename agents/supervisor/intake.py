@@ -81,9 +81,7 @@ class Intake:
                     return True
                 self.progress.finished[said.rank] = said.step
                 self._pass_on(
-                    RankFinished(
-                        job=self._job, generation=self._generation, rank=said.rank, step=said.step, at=said.at
-                    )
+                    RankFinished(job=self._job, generation=self._generation, rank=said.rank, step=said.step, at=said.at)
                 )
         self._progressed(said.rank)
         return True
@@ -115,7 +113,9 @@ class Intake:
         )
         if self._timer is None:
             # A rank's first step ends the wait of a recovery: it goes at once, later ones in batches.
-            first = len(self.progress.step) < len(self._ranks) or said.step <= self.progress.resumed.get(said.rank, 0) + 1
+            first = (
+                len(self.progress.step) < len(self._ranks) or said.step <= self.progress.resumed.get(said.rank, 0) + 1
+            )
             self._timer = asyncio.get_running_loop().call_later(0 if first else FLUSH_AFTER_S, self._flush_by_timer)
 
     def _flush_by_timer(self) -> None:

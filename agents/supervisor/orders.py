@@ -88,7 +88,9 @@ def reconcile(
 
 
 def _stop(assignment: Assignment, seen: Known | None) -> Action | None:
-    if seen is not None and seen.phase in (SeenPhase.STOPPING, SeenPhase.STOPPED):
+    if seen is not None and seen.phase is SeenPhase.STOPPING:
+        return None
+    if seen is not None and seen.phase is SeenPhase.STOPPED and seen.plan_id == assignment.plan_id:
         return None
     return Action(act=Act.STOP, assignment=assignment)
 
@@ -107,7 +109,7 @@ def _why_refused(assignment: Assignment, high: HighWater | None, seen: Known | N
         return _refused(
             assignment,
             "older_generation",
-            f"Generation {number} is known here with plan {high.plan_id}; plan {assignment.plan_id} needs a new number.",
+            f"Generation {number} has plan {high.plan_id} here; plan {assignment.plan_id} needs a new number.",
         )
     if number <= high.stopped:
         return _refused(assignment, "older_generation", f"Generation {number} was stopped here and does not run again.")
@@ -121,9 +123,7 @@ def _go_on(assignment: Assignment, seen: Known | None, known: Mapping[Key, Known
         wanted = assignment.launch.ranks_per_node
         # An older generation of the same job makes room before this one runs.
         taken = sum(
-            other.ranks
-            for (job, _), other in known.items()
-            if job != assignment.job and other.phase in _HOLDS_SLOTS
+            other.ranks for (job, _), other in known.items() if job != assignment.job and other.phase in _HOLDS_SLOTS
         )
         if wanted + taken > slots:
             detail = f"{wanted} ranks were ordered, {taken} of {slots} slots are taken."

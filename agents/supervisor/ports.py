@@ -22,11 +22,8 @@ class PortReservations:
 
     def reserve(self, wanted: int | None = None) -> int:
         """Hold one port, `wanted` if given, and return it. Raises `CheckFailed` with reason `port_busy`."""
-        if wanted is not None:
-            candidates = [wanted]
-        else:
-            # Not in order: agents that share a machine, and quick relaunches, would meet at the lowest one.
-            candidates = random.sample(self._range, len(self._range))
+        # Not in order: agents that share a machine, and quick relaunches, would meet at the lowest one.
+        candidates = random.sample(self._range, len(self._range)) if wanted is None else [wanted]
         for port in candidates:
             if port in self._held:
                 continue

@@ -1,4 +1,4 @@
-"""The runner's process: started in its own session and control group, watched by a pidfd, found again after a restart."""
+"""The runner's process: started in a session and control group of its own, watched by a pidfd, found again later."""
 
 from __future__ import annotations
 
@@ -68,9 +68,7 @@ class RunnerProcess:
                 raise StartFailed(f"The runner could not be started: {err}. Look at this node's limits.") from err
         process = read_process(child.pid)
         assert process is not None  # a child stays at least a zombie until it is waited for
-        return cls(
-            pid=child.pid, start_time=process.start_time, descriptor=os.pidfd_open(child.pid), child=child
-        )
+        return cls(pid=child.pid, start_time=process.start_time, descriptor=os.pidfd_open(child.pid), child=child)
 
     @classmethod
     def adopt(cls, *, pid: int, start_time: int | None) -> RunnerProcess | None:

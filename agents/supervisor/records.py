@@ -1,7 +1,7 @@
 """What the agent itself writes down about each run, beside the run's directory and out of its job's reach.
 
-`runs/<job>/<generation>.json` is the record, `runs/<job>/<generation>/` the directory that runner and ranks use. A record
-is written before anything is started, so that a restarted agent finds all that could be alive.
+`runs/<job>/<generation>.json` is the record, `runs/<job>/<generation>/` the directory that runner and ranks use. A
+record is written before anything is started, so that a restarted agent finds all that could be alive.
 """
 
 from __future__ import annotations

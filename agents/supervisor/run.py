@@ -28,7 +28,7 @@ from agents.protocol.messages import (
     SeenPhase,
     StopProof,
 )
-from agents.sensors.rank_reports import RankReport, parse_log_line
+from agents.sensors.rank_reports import RankReport, StepSaid, parse_log_line
 from agents.supervisor.cgroups import ControlGroup, NodeGroups
 from agents.supervisor.checkpoints import is_complete
 from agents.supervisor.environment import base_environment, mark_of, rank_environment
@@ -36,7 +36,7 @@ from agents.supervisor.events import EventTail, LineTail, RankBegan, RankEnded, 
 from agents.supervisor.fingerprint import Fingerprint, ask_interpreter, take_fingerprint
 from agents.supervisor.intake import Intake
 from agents.supervisor.ports import PORT_BUSY, PortReservations
-from agents.supervisor.process_table import MARK_VARIABLE
+from agents.supervisor.process_table import carries_mark
 from agents.supervisor.processes import RunnerProcess
 from agents.supervisor.records import RunRecord, RunRecords
 from agents.supervisor.stopping import Target, prove_stopped
@@ -46,7 +46,7 @@ log = NodeLog(__name__)
 RUNNER_PROTOCOL = 1
 _LOOK_AGAIN_S = 0.5
 """How often events are read without a poke; pokes may be lost."""
-_LOG_TAIL_BYTES = 4 << 20
+_LOG_TAIL_BYTES = 1 << 20
 _REASONS = {"port_busy": PORT_BUSY, "rank_failed": "", "": ""}
 
 
@@ -68,7 +68,8 @@ class Workplace:
     emit: Callable[[Message], None]
     drain: Callable[[], None]
     """Take all that ranks have said until now."""
-    own_children: Callable[[], set[int]]
+    children: set[int]
+    """Processes that the agent started itself and still needs."""
     changed: Callable[[], None]
     """A run has a new phase: orders that waited for it may go on."""
     progressed: Callable[[str, int, int], None]
@@ -93,7 +94,6 @@ class Run:
         self._mark = mark_of(job, generation, plan_id)
         self._group = place.groups.group(job, generation) if place.groups else None
         self._events = EventTail(self._files.events)
-        self._log_tails: dict[int, LineTail] = {}
         self._record: RunRecord | None = None
         self._runner: RunnerProcess | None = None
         self._runner_ended: RunnerEnded | None = None
@@ -132,6 +132,14 @@ class Run:
     def stop(self) -> None:
         """Kill it, whatever it is doing."""
         self._stop_wanted.set()
+        if self.phase in (SeenPhase.PREPARE_FAILED, SeenPhase.REFUSED):
+            self._never_started()
+
+    def release(self) -> None:
+        """Let go of the runner without touching it: the agent ends, training goes on."""
+        self.intake.flush()
+        if self._runner is not None:
+            self._runner.release()
 
     def poke(self) -> None:
         """The runner has written events."""
@@ -143,8 +151,6 @@ class Run:
 
     def holds_process(self, pid: int) -> bool:
         """Whether a process belongs to this generation, by the kernel's word and not by the runner's."""
-        from agents.supervisor.process_table import carries_mark
-
         return self._group.holds(pid) if self._group is not None else carries_mark(pid, self._mark)
 
     # --- The walk -------------------------------------------------------------------------------------------------
@@ -175,8 +181,7 @@ class Run:
     async def drive_adopted(self, record: RunRecord) -> None:
         """Go on with a run that an earlier life of this agent began, from what it wrote down."""
         self._record = record
-        if record.cgroup is not None:
-            self._group = ControlGroup(Path(record.cgroup))
+        self._group = None if record.cgroup is None else ControlGroup(Path(record.cgroup))
         self._runner = self._find_runner(record)
         log.info("run found again", alive=self._runner is not None, **self._fields)
         self._tell(SeenPhase.RUNNING, detail="Found again after the agent's restart.")
@@ -219,17 +224,15 @@ class Run:
         place.policy.check_directory(launch)
         base = base_environment(launch, account=account, node=place.environment)
         interpreter = place.policy.interpreter_for(launch, search_path=base["PATH"])
-        if not os.path.isdir(launch.working_directory) or not os.access(launch.working_directory, os.R_OK | os.X_OK):
-            raise CheckFailed(
-                f"Working directory {launch.working_directory} is not there or not readable on this node: "
-                f"put it on storage that all nodes share.",
-                reason="working_directory",
-            )
-        self._check_parent()
+        self._check_places()
         if launch.node_rank == 0:
             self._port = place.ports.reserve(launch.master_port)
         said = await ask_interpreter(
-            interpreter, account=account, environment=base, directory=launch.working_directory
+            interpreter,
+            account=account,
+            environment=base,
+            directory=launch.working_directory,
+            children=place.children,
         )
         if place.checks_runner and not said.has_runner:
             raise CheckFailed(
@@ -239,8 +242,15 @@ class Run:
         self._fingerprint = take_fingerprint(launch, interpreter=said, driver=place.driver())
         self._tell(SeenPhase.PREPARED)
 
-    def _check_parent(self) -> None:
+    def _check_places(self) -> None:
+        """The working directory and the parent checkpoint have to be here. Raises `CheckFailed`."""
         launch = self.launch
+        if not Path(launch.working_directory).is_dir() or not os.access(launch.working_directory, os.R_OK | os.X_OK):
+            raise CheckFailed(
+                f"Working directory {launch.working_directory} is not there or not readable on this node: "
+                f"put it on storage that all nodes share.",
+                reason="working_directory",
+            )
         if launch.parent_generation is None or launch.parent_step is None:
             return
         if not is_complete(launch.checkpoint_directory, launch.parent_generation, launch.parent_step):
@@ -290,11 +300,9 @@ class Run:
         if self._port is not None:
             place.ports.release(self._port)
         self._runner = self._start_runner(interpreter, account, environment)
-        assert self._record is not None
-        self._remember(
-            msgspec.structs.replace(self._record, pid=self._runner.pid, start_time=self._runner.start_time)
-        )
-        log.info("runner started", pid=self._runner.pid, cgroup=self._record.cgroup, **self._fields)
+        self._place.children.add(self._runner.pid)
+        self._try_to_remember(pid=self._runner.pid, start_time=self._runner.start_time)
+        log.info("runner started", pid=self._runner.pid, cgroup=self._group and self._group.path, **self._fields)
         self._tell(SeenPhase.RUNNING)
 
     def _start_runner(self, interpreter: str, account: Account, environment: dict[str, str]) -> RunnerProcess:
@@ -351,7 +359,7 @@ class Run:
         self._killed_at = time.time()
         proof = await prove_stopped(
             self._target,
-            own_children=self._place.own_children,
+            own_children=self._place.children,
             stuck=lambda words: self._tell(SeenPhase.STOPPING, detail=words),
         )
         self._read_events()
@@ -362,10 +370,10 @@ class Run:
         detail, reason = ("", "") if self._stop_wanted.is_set() else self._why_ended()
         if self._runner is not None:
             self._runner.release()
+            self._place.children.discard(self._runner.pid)
         if self._group is not None:
             self._group.remove()
-        assert self._record is not None
-        self._remember(msgspec.structs.replace(self._record, proof=proof, detail=detail, reason=reason))
+        self._try_to_remember(proof=proof, detail=_clip(detail), reason=reason)
         log.info("run is over", proof=proof.kind, killed=proof.killed, reason=reason or detail, **self._fields)
         self._tell(SeenPhase.STOPPED, detail=detail, reason=reason, proof=proof)
 
@@ -394,9 +402,7 @@ class Run:
             case RankBegan() if event.rank in self.ranks:
                 self.rank_pids[event.rank] = event.pid
                 self._place.emit(
-                    RankStarted(
-                        job=self.job, generation=self.generation, rank=event.rank, pid=event.pid, at=event.at
-                    )
+                    RankStarted(job=self.job, generation=self.generation, rank=event.rank, pid=event.pid, at=event.at)
                 )
             case RankEnded() if event.rank in self.ranks and event.rank not in self.exited:
                 self._hear_exit(event)
@@ -426,19 +432,30 @@ class Run:
         """Take what the ranks said but did not get through: first from the socket, then from their own logs."""
         self._place.drain()
         for rank in ranks:
-            path = self._files.rank_log(rank)
-            tail = self._log_tails.setdefault(rank, LineTail(path, start=_tail_start(path, _LOG_TAIL_BYTES)))
-            for line in tail.lines():
-                said = parse_log_line(line, job=self.job)
-                if said is not None and said.rank == rank and said.generation == self.generation:
-                    self.intake.take(said)
+            for said in reversed(self._unheard(rank)):
+                self.intake.take(said)
         self.intake.flush()
+
+    def _unheard(self, rank: int) -> list[RankReport]:
+        """The newest lines of a rank's log down to the last step that is known, newest first."""
+        path = self._files.rank_log(rank)
+        known = self.intake.progress.step.get(rank, 0)
+        found: list[RankReport] = []
+        for line in reversed(LineTail(path, start=_tail_start(path, _LOG_TAIL_BYTES)).lines()):
+            said = parse_log_line(line, job=self.job)
+            if said is None or said.rank != rank or said.generation != self.generation:
+                continue
+            if isinstance(said, StepSaid) and said.step <= known:
+                break  # a rank's reports come in order: what it said before this step is known too
+            found.append(said)
+        return found
 
     # --- Ends -----------------------------------------------------------------------------------------------------
 
     def _never_started(self) -> None:
+        """The end of a run whose order to run never came, or could not be followed."""
         self._release_port()
-        evidence = "the order to run never came, so that no process of it was started here"
+        evidence = "no process of it was started here"
         proof = StopProof(kind=ProofKind.NEVER_STARTED, at=time.time(), evidence=evidence)
         self._tell(SeenPhase.STOPPED, proof=proof)
 
@@ -449,7 +466,7 @@ class Run:
         if self._record is not None and self._runner is None:
             evidence = "its runner could not be started"
             proof = StopProof(kind=ProofKind.NEVER_STARTED, at=time.time(), evidence=evidence)
-            self._remember(msgspec.structs.replace(self._record, proof=proof, detail=_clip(detail), reason=reason))
+            self._try_to_remember(proof=proof, detail=_clip(detail), reason=reason)
         log.warning("a run cannot be", phase=phase, reason=reason, detail=detail, **self._fields)
         self._tell(phase, detail=detail, reason=reason)
 
@@ -480,6 +497,14 @@ class Run:
     def _remember(self, record: RunRecord) -> None:
         self._record = record
         self._place.records.write(record)
+
+    def _try_to_remember(self, **changes: object) -> None:
+        """Note what became of a run; a full disk must not keep the server from hearing it."""
+        assert self._record is not None
+        try:
+            self._remember(msgspec.structs.replace(self._record, **changes))
+        except AgentError as err:
+            log.error("a run's record could not be written", error=err, **self._fields)
 
     def _tell(self, phase: SeenPhase, *, detail: str = "", reason: str = "", proof: StopProof | None = None) -> None:
         self.phase = phase

@@ -27,18 +27,19 @@ class Target:
 
 
 async def prove_stopped(
-    target: Callable[[], Target], *, own_children: Callable[[], set[int]], stuck: Callable[[str], None]
+    target: Callable[[], Target], *, own_children: set[int], stuck: Callable[[str], None]
 ) -> StopProof:
     """Kill until nothing is left, however long that takes, and return the proof.
 
-    `target` is asked again before each look. `own_children` are processes that the agent itself needs. `stuck` hears
-    every few seconds what will not die (a process in a hung system call does not, until the call returns).
+    `target` is asked again before each look. `own_children`, read anew each time, are processes that the agent itself
+    needs. `stuck` hears every few seconds what will not die (a process in a hung system call does not, until the call
+    returns).
     """
     killed: set[int] = set()
     pause_s, tell_at = _FIRST_PAUSE_S, time.monotonic() + _TELL_AFTER_S
     while True:
         looked_at = target()
-        left = _kill_group(looked_at, killed) if looked_at.group else _kill_tree(looked_at, own_children(), killed)
+        left = _kill_group(looked_at, killed) if looked_at.group else _kill_tree(looked_at, own_children, killed)
         if not left:
             return _proof(looked_at, killed)
         if time.monotonic() >= tell_at:
@@ -107,4 +108,7 @@ def _unnamed() -> list[Process]:
 
 def _words(left: list[Process]) -> str:
     shown = ", ".join(f"{process.pid} (state {process.state})" for process in left[:20])
-    return f"{len(left)} processes do not die yet: {shown}. A process in state D waits for its device; reboot the node if it stays."
+    return (
+        f"{len(left)} processes do not die yet: {shown}. "
+        f"A process in state D waits for its device; reboot the node if it stays."
+    )

@@ -29,6 +29,8 @@ class PhaseDocument(Document):
     started_at: Moment
     ended_at: Moment | None
     seconds: float
+    limit_s: float | None
+    over_limit: bool
 
 
 class IncidentDocument(Document):

@@ -112,7 +112,8 @@ def print_incident(incident: Mapping[str, Any]) -> None:
         print("\nPhases")
         for phase in incident["phases"]:
             going = "" if phase["ended_at"] else " so far"
-            print(f"  {clock(phase['started_at'])}  {phase['state']:<22} {duration(phase['seconds'])}{going}")
+            over = f" - over its limit of {duration(phase['limit_s'])}" if phase["over_limit"] else ""
+            print(f"  {clock(phase['started_at'])}  {phase['state']:<22} {duration(phase['seconds'])}{going}{over}")
 
 
 def print_entry(entry: Mapping[str, Any]) -> None:

@@ -63,6 +63,8 @@ class CauseKind(StrEnum):
     """A rank exited with code 0 before its last step."""
     LAUNCH_FAILED = "launch_failed"
     """A generation could not be started."""
+    RUNNER_LOST = "runner_lost"
+    """A node's runner ended, and no end of a rank is known."""
 
 
 @dataclass(frozen=True, kw_only=True)

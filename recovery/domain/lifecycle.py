@@ -16,7 +16,8 @@ from recovery.domain.instructions import (
     RunPlan,
     StopGeneration,
 )
-from recovery.domain.placement import NoCapacity, choose_nodes
+from recovery.domain.lineage import NoCheckpoint, choose_parent, reached_step
+from recovery.domain.placement import NoCapacity, choose_nodes, lost_nodes
 from recovery.domain.plan import RecoveryPlan
 from recovery.domain.rollout import endpoint_port, fingerprint_difference
 from recovery.domain.situation import Situation
@@ -35,12 +36,12 @@ def step_job(situation: Situation, now: float) -> JobOutcome:
     """Return what is next for a job that has no open incident."""
     job = situation.job
     if job.state in JOB_ENDS:
-        return JobOutcome(instructions=_stops(situation))
+        return JobOutcome(instructions=(*_stops(situation), *_release_when_gone(situation)))
     if job.stop_wanted or job.state is JobState.STOPPING:
         return _stop(situation)
     match job.state:
         case JobState.PENDING:
-            return _place(situation)
+            return _place(situation, now)
         case JobState.PLACING:
             return _prepare(situation, now)
         case JobState.LAUNCHING | JobState.RUNNING | JobState.RECOVERING:
@@ -57,8 +58,16 @@ def _stop(situation: Situation) -> JobOutcome:
     return JobOutcome(instructions=(MarkJob(job=job.id, state=JobState.STOPPED), ReleaseNodes(job=job.id)))
 
 
-def _place(situation: Situation) -> JobOutcome:
+def _place(situation: Situation, now: float) -> JobOutcome:
+    """Plan a launch. A former one that was given up may have trained, unseen: then this one goes on from there."""
     job = situation.job
+    parent = choose_parent(
+        generations=situation.generations,
+        checkpoints=situation.checkpoints,
+        reached_step=reached_step(situation.generations),
+    )
+    if isinstance(parent, NoCheckpoint):
+        return _wait_for_checkpoint(situation, parent, now)
     placed = choose_nodes(
         fleet=situation.fleet, job=job.id, node_count=job.node_count, ranks_per_node=job.ranks_per_node
     )
@@ -73,11 +82,23 @@ def _place(situation: Situation) -> JobOutcome:
         nodes=placed.nodes,
         ranks_per_node=job.ranks_per_node,
         master_address=master.address if master else "",
-        parent=None,
-        parent_reason="first launch",
+        parent=parent.parent,
+        parent_reason=parent.reason if situation.generations else "first launch",
         placement_reason=placed.reason,
     )
     return JobOutcome(instructions=(PreparePlan(plan=plan), MarkJob(job=job.id, state=JobState.PLACING)))
+
+
+def _wait_for_checkpoint(situation: Situation, missing: NoCheckpoint, now: float) -> JobOutcome:
+    job = situation.job
+    if now - job.state_since <= situation.policy.placing_s:
+        return JobOutcome(instructions=(MarkJob(job=job.id, state=JobState.PENDING, reason=f"{missing.reason}."),))
+    return JobOutcome(
+        instructions=(
+            MarkJob(job=job.id, state=JobState.FAILED, reason=f"Launch failed: {missing.reason}."),
+            PageOperator(reason=f"Job {job.name} could not be launched again: {missing.reason}."),
+        )
+    )
 
 
 def _prepare(situation: Situation, now: float) -> JobOutcome:
@@ -87,7 +108,8 @@ def _prepare(situation: Situation, now: float) -> JobOutcome:
     if generation.failed_shares:
         share = generation.failed_shares[0]
         return _launch_failed(situation, f"{share.node}: {share.detail or share.reason}")
-    if not generation.prepared or situation.unfenced_before(generation.number):
+    blind = lost_nodes(generation.plan, situation.fleet)
+    if blind or not generation.prepared or situation.unfenced_before(generation.number):
         overdue = now - situation.job.state_since > situation.policy.placing_s
         return _launch_failed(situation, "its nodes did not prepare in time") if overdue else JobOutcome()
     difference = fingerprint_difference(generation.shares)
@@ -113,7 +135,6 @@ def _follow(situation: Situation, now: float) -> JobOutcome:
             instructions=(
                 MarkJob(job=job.id, state=JobState.SUCCEEDED),
                 *_stops(situation),
-                ReleaseNodes(job=job.id),
             )
         )
     if job.state is not JobState.LAUNCHING:
@@ -139,7 +160,6 @@ def _launch_failed(situation: Situation, why: str) -> JobOutcome:
         instructions=(
             *stops,
             MarkJob(job=job.id, state=JobState.FAILED, reason=f"Launch failed: {why}."),
-            ReleaseNodes(job=job.id),
             PageOperator(reason=f"Job {job.name} could not be launched: {why}."),
         ),
         failed_launch=True,
@@ -148,6 +168,15 @@ def _launch_failed(situation: Situation, why: str) -> JobOutcome:
 
 def _newest(situation: Situation) -> GenerationView | None:
     return max(situation.generations, key=lambda generation: generation.number, default=None)
+
+
+def _release_when_gone(situation: Situation) -> tuple[Instruction, ...]:
+    """An ended job keeps its claims until its nodes are proven empty: a process that lingers would share the GPUs."""
+    job = situation.job
+    if not all(generation.fenced for generation in situation.generations):
+        return ()
+    holds = any(node.claimed_by == job.id for node in situation.fleet.nodes)
+    return (ReleaseNodes(job=job.id),) if holds else ()
 
 
 def _stops(situation: Situation) -> tuple[Instruction, ...]:

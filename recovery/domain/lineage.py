@@ -31,7 +31,9 @@ def lineage_limits(generations: Sequence[GenerationView]) -> dict[int, int | Non
     on. What an older generation saved beyond that is off the lineage, whoever wrote it and when.
     """
     by_number = {generation.number: generation for generation in generations}
-    trained = [g for g in generations if not g.broken_continuity and any(r.resumed_step is not None for r in g.ranks)]
+    trained = [
+        g for g in generations if any(r.resumed_step is not None for r in g.ranks) and not _tainted(g, by_number)
+    ]
     if not trained:
         return {}
     limits: dict[int, int | None] = {}
@@ -43,6 +45,18 @@ def lineage_limits(generations: Sequence[GenerationView]) -> dict[int, int | Non
         grand = by_number.get(parent.generation)
         parent = grand.plan.parent if grand else None
     return limits
+
+
+def _tainted(generation: GenerationView, by_number: Mapping[int, GenerationView]) -> bool:
+    """Its continuity is broken, or that of a generation that it descends from."""
+    seen: set[int] = set()
+    link: GenerationView | None = generation
+    while link is not None and link.number not in seen:
+        if link.broken_continuity:
+            return True
+        seen.add(link.number)
+        link = by_number.get(link.plan.parent.generation) if link.plan.parent else None
+    return False
 
 
 def choose_parent(
@@ -71,6 +85,18 @@ def choose_parent(
     if not reached_step and before_step is None:
         return ParentChoice(parent=None, reason="no step was completed yet: from the beginning")
     return NoCheckpoint(reason=f"no complete checkpoint on the lineage, but step {reached_step} was reached")
+
+
+def reached_step(generations: Sequence[GenerationView], *, before: int | None = None) -> int | None:
+    """The highest step that any rank completed; `before` looks only at generations below that number."""
+    steps = [
+        generation.reached_step
+        for generation in generations
+        if not generation.broken_continuity
+        and generation.reached_step is not None
+        and (before is None or generation.number < before)
+    ]
+    return max(steps, default=None)
 
 
 def _within(step: int, limit: int | None) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from recovery.domain.continuity import Verdict, VerdictKind
 from recovery.domain.diagnosis import diagnose
 from recovery.domain.generations import AssignmentPhase, GenerationView, ProofKind, ShareView
-from recovery.domain.incident import TRANSITIONS, Incident, IncidentState
+from recovery.domain.incident import TRANSITIONS, Cause, CauseKind, Incident, IncidentState
 from recovery.domain.instructions import (
     Instruction,
     IssueReceipt,
@@ -25,8 +25,8 @@ from recovery.domain.instructions import (
     RunPlan,
     StopGeneration,
 )
-from recovery.domain.lineage import NoCheckpoint, choose_parent
-from recovery.domain.placement import NoCapacity, Placed, choose_nodes
+from recovery.domain.lineage import NoCheckpoint, ParentChoice, choose_parent, reached_step
+from recovery.domain.placement import NoCapacity, Placed, choose_nodes, lost_nodes
 from recovery.domain.plan import RecoveryPlan
 from recovery.domain.receipt import Receipt
 from recovery.domain.rollout import endpoint_port, fingerprint_difference
@@ -66,8 +66,8 @@ def step(incident: Incident, situation: Situation, now: float) -> Outcome:
     handler = _HANDLERS.get(incident.state)
     outcome = handler(incident, situation, now) if handler else Outcome(incident=incident)
     overdue = incident.deadline_at is not None and now >= incident.deadline_at
-    if overdue and outcome.incident.state is incident.state:
-        return _overdue(outcome.incident, situation, now)
+    if overdue and outcome == Outcome(incident=incident):
+        return _overdue(incident, situation, now)
     return outcome
 
 
@@ -83,16 +83,13 @@ def escalate_poisoned(incident: Incident, situation: Situation, now: float, *, a
 
 def _detected(incident: Incident, situation: Situation, now: float) -> Outcome:
     broken = situation.generation(incident.broken_generation)
-    cause = diagnose(broken.ranks) if broken else None
-    if broken is None or cause is None:
-        return _move(incident, S.FALSE_ALARM, situation, now, "No rank of the job died: nothing was done.")
-    known = replace(incident, cause=cause, reached_step=_reached_step(situation))
-    fault = Entry(
-        kind=EntryKind.FAULT,
-        at=incident.fault_at,
-        text=cause.sentence,
-        data={"rank": cause.rank, "node": cause.node, "kind": cause.kind.value, "cascade": list(cause.cascade)},
-    )
+    known, told = _diagnosed(incident, situation)
+    if broken is None or known.cause is None:
+        # Nothing is stopped, so the job is what it was before its incident was opened.
+        trains = broken is not None and broken.stepping
+        before = MarkJob(job=incident.job, state=JobState.RUNNING if trains else JobState.LAUNCHING)
+        text = "No rank of the job died: nothing was done."
+        return _move(incident, S.FALSE_ALARM, situation, now, text, instructions=(before,))
     moved = _move(
         known,
         S.STOPPING,
@@ -101,7 +98,31 @@ def _detected(incident: Incident, situation: Situation, now: float) -> Outcome:
         f"Stopping what is left of generation {broken.number} on {join_names(broken.plan.nodes)}.",
         instructions=_stop_all(situation, except_generation=None),
     )
-    return replace(moved, entries=(fault, *moved.entries))
+    return replace(moved, entries=(*told, *moved.entries))
+
+
+def _diagnosed(incident: Incident, situation: Situation) -> tuple[Incident, tuple[Entry, ...]]:
+    """The incident with its cause, and the sentence that tells it; unchanged if it is known, or if nothing died."""
+    broken = situation.generation(incident.broken_generation)
+    if incident.cause is not None or broken is None:
+        return incident, ()
+    cause = diagnose(broken.ranks) or _runner_lost(broken)
+    if cause is None:
+        return incident, ()
+    fault = Entry(
+        kind=EntryKind.FAULT,
+        at=incident.fault_at,
+        text=cause.sentence,
+        data={"rank": cause.rank, "node": cause.node, "kind": cause.kind.value, "cascade": list(cause.cascade)},
+    )
+    return replace(incident, cause=cause, reached_step=reached_step(situation.generations)), (fault,)
+
+
+def _runner_lost(generation: GenerationView) -> Cause | None:
+    if not generation.failed_shares:
+        return None
+    share = generation.failed_shares[0]
+    return Cause(kind=CauseKind.RUNNER_LOST, rank=None, node=share.node, sentence=f"{_share_words(share)}.")
 
 
 def _stopping(incident: Incident, situation: Situation, now: float) -> Outcome:
@@ -119,8 +140,10 @@ def _stopping(incident: Incident, situation: Situation, now: float) -> Outcome:
     known = replace(
         incident,
         fenced_at=max((proof.at for proof in proofs), default=now),
-        reached_step=_reached_step(situation),
+        reached_step=reached_step(situation.generations, before=keep),
     )
+    if incident.plan is not None and _is_stale(incident.plan, known, situation):
+        return _plan_afresh(incident, situation, now)
     told = tuple(
         Entry(
             kind=EntryKind.PROOF,
@@ -132,6 +155,26 @@ def _stopping(incident: Incident, situation: Situation, now: float) -> Outcome:
     )
     moved = _move(known, S.PLACING, situation, now, "Every old node is fenced; choosing and preparing nodes.")
     return replace(moved, entries=(*told, *moved.entries))
+
+
+def _is_stale(plan: RecoveryPlan, incident: Incident, situation: Situation) -> bool:
+    """Whether the last words of the old ranks call for another checkpoint than the plan that was made before them."""
+    generation = situation.generation(plan.generation)
+    if generation is None or generation.run_ordered:
+        return False
+    best = _choose_parent(incident, situation)
+    return isinstance(best, NoCheckpoint) or best.parent != plan.parent
+
+
+def _plan_afresh(incident: Incident, situation: Situation, now: float) -> Outcome:
+    number = incident.plan.generation if incident.plan else 0
+    decision = Entry(
+        kind=EntryKind.DECISION,
+        at=now,
+        text=f"Gave up the plan of generation {number}: the old ranks had saved or done more than was known.",
+    )
+    stops = _stop_all(situation, except_generation=None)
+    return Outcome(incident=replace(incident, plan=None), instructions=stops, entries=(decision,))
 
 
 def _plan_ahead(incident: Incident, situation: Situation, now: float) -> Outcome:
@@ -152,7 +195,7 @@ def _placing(incident: Incident, situation: Situation, now: float) -> Outcome:
         return _move(incident, S.LAUNCHING, situation, now, f"Generation {generation.number} has been ordered to run.")
     if generation.failed_shares:
         return _preparation_failed(incident, situation, generation, now)
-    lost = _lost_nodes(incident.plan, situation)
+    lost = lost_nodes(incident.plan, situation.fleet)
     if lost:
         return _replan(incident, situation, now, why=f"contact with {join_names(lost)} was lost", costs_rung=False)
     if not generation.prepared or situation.unfenced_before(generation.number):
@@ -178,6 +221,9 @@ def _launching(incident: Incident, situation: Situation, now: float) -> Outcome:
     generation = _live_generation(incident, situation)
     if generation is None:
         return _replan(incident, situation, now, why="its orders are gone", costs_rung=False)
+    if situation.verdict is not None and situation.verdict.kind is VerdictKind.BROKEN:
+        # Before anything else: what this generation saved must not become the next one's parent.
+        return _broken(incident, situation, generation, situation.verdict, now)
     failed = _failure(generation)
     if failed:
         return _relaunch(incident, situation, generation, now, why=failed)
@@ -211,7 +257,8 @@ def _verifying(incident: Incident, situation: Situation, now: float) -> Outcome:
 
 def _waiting(incident: Incident, situation: Situation, now: float) -> Outcome:
     made = _make_plan(incident, situation)
-    if not isinstance(made, RecoveryPlan):
+    same = NoCapacity if incident.state is S.WAITING_FOR_CAPACITY else NoCheckpoint
+    if isinstance(made, same):
         return Outcome(incident=incident)
     return _move(incident, S.PLACING, situation, now, "What was missing is there now.")
 
@@ -232,12 +279,7 @@ _HANDLERS: dict[IncidentState, _Handler] = {
 
 
 def _make_plan(incident: Incident, situation: Situation) -> RecoveryPlan | NoCapacity | NoCheckpoint:
-    parent = choose_parent(
-        generations=situation.generations,
-        checkpoints=situation.checkpoints,
-        reached_step=_reached_step(situation),
-        before_step=incident.roll_back_before,
-    )
+    parent = _choose_parent(incident, situation)
     if isinstance(parent, NoCheckpoint):
         return parent
     placed = _place(incident, situation)
@@ -255,6 +297,15 @@ def _make_plan(incident: Incident, situation: Situation) -> RecoveryPlan | NoCap
         parent=parent.parent,
         parent_reason=parent.reason,
         placement_reason=placed.reason,
+    )
+
+
+def _choose_parent(incident: Incident, situation: Situation) -> ParentChoice | NoCheckpoint:
+    return choose_parent(
+        generations=situation.generations,
+        checkpoints=situation.checkpoints,
+        reached_step=reached_step(situation.generations),
+        before_step=incident.roll_back_before,
     )
 
 
@@ -304,15 +355,6 @@ def _plan_or_wait(incident: Incident, situation: Situation, now: float) -> Outco
 
 def _parent_words(plan: RecoveryPlan) -> str:
     return "the beginning" if plan.parent is None else str(plan.parent)
-
-
-def _lost_nodes(plan: RecoveryPlan, situation: Situation) -> list[str]:
-    lost = []
-    for name in plan.nodes:
-        node = situation.fleet.node(name)
-        if node is None or not node.can_take(job=plan.job, ranks=plan.ranks_per_node):
-            lost.append(name)
-    return lost
 
 
 # --- What goes wrong on the way -----------------------------------------------------------------------------------
@@ -382,7 +424,7 @@ def _broken(
         further = choose_parent(
             generations=tuple(g for g in situation.generations if g.number != generation.number),
             checkpoints=situation.checkpoints,
-            reached_step=_reached_step(situation),
+            reached_step=reached_step(situation.generations),
             before_step=parent.step,
         )
     if parent is None or further is None or isinstance(further, NoCheckpoint):
@@ -464,7 +506,8 @@ def _recovered(
         instructions=(
             IssueReceipt(receipt=receipt),
             MarkJob(job=incident.job, state=state),
-            ReleaseNodes(job=incident.job, keep=() if generation.ended_well else generation.plan.nodes),
+            *(_stop_all(situation, except_generation=None) if generation.ended_well else ()),
+            ReleaseNodes(job=incident.job, keep=generation.plan.nodes),
         ),
     )
     return replace(moved, entries=(story, *moved.entries))
@@ -511,9 +554,11 @@ def _receipt(
 
 def _cancel(incident: Incident, situation: Situation, now: float) -> Outcome:
     """The job's owner wants it stopped: that ends the incident as soon as nothing runs any more."""
+    incident, told = _diagnosed(incident, situation)
     stops = _stop_all(situation, except_generation=None)
-    if stops:
-        return Outcome(incident=incident, instructions=(*stops, MarkJob(job=incident.job, state=JobState.STOPPING)))
+    if stops or told or situation.job.state is not JobState.STOPPING:
+        mark = MarkJob(job=incident.job, state=JobState.STOPPING)
+        return Outcome(incident=incident, instructions=(*stops, mark), entries=told)
     if all(generation.fenced for generation in situation.generations):
         return _move(
             incident,
@@ -529,6 +574,13 @@ def _cancel(incident: Incident, situation: Situation, now: float) -> Outcome:
 
 
 def _obey(incident: Incident, situation: Situation, command: Command, now: float) -> Outcome:
+    """Do what an operator asked. What broke is told first, where the incident was too young to have told it."""
+    known, told = _diagnosed(incident, situation)
+    outcome = _obeyed(known, situation, command, now)
+    return replace(outcome, entries=(*told, *outcome.entries))
+
+
+def _obeyed(incident: Incident, situation: Situation, command: Command, now: float) -> Outcome:
     match command:
         case Command.PAUSE if incident.state not in (S.PAUSED, S.ESCALATED):
             return _move(incident, S.PAUSED, situation, now, "Paused by an operator; nothing more is ordered.")
@@ -545,7 +597,7 @@ def _obey(incident: Incident, situation: Situation, command: Command, now: float
                 situation,
                 now,
                 "Tried again by an operator.",
-                instructions=_stop_all(situation, except_generation=None),
+                instructions=(*_taint(incident, situation), *_stop_all(situation, except_generation=None)),
             )
         case Command.CLOSE:
             return _close(incident, situation, now)
@@ -554,7 +606,8 @@ def _obey(incident: Incident, situation: Situation, command: Command, now: float
 
 def _close(incident: Incident, situation: Situation, now: float) -> Outcome:
     generation = _live_generation(incident, situation)
-    trains = generation is not None and generation.stepping and not _failure(generation)
+    taint = _taint(incident, situation)
+    trains = generation is not None and generation.stepping and not _failure(generation) and not taint
     if trains and generation is not None:
         ends: tuple[Instruction, ...] = (
             MarkJob(job=incident.job, state=JobState.RUNNING),
@@ -562,10 +615,19 @@ def _close(incident: Incident, situation: Situation, now: float) -> Outcome:
         )
     else:
         ends = (
+            *taint,
             *_stop_all(situation, except_generation=None),
             MarkJob(job=incident.job, state=JobState.STOPPING, reason="its incident was closed by an operator"),
         )
     return _move(incident, S.CLOSED_BY_OPERATOR, situation, now, "Closed by an operator.", instructions=ends)
+
+
+def _taint(incident: Incident, situation: Situation) -> tuple[Instruction, ...]:
+    """Mark a generation that is proven broken, though an operator's word came before the machine's."""
+    verdict = situation.verdict
+    if incident.plan is None or verdict is None or verdict.kind is not VerdictKind.BROKEN:
+        return ()
+    return (MarkContinuityBroken(job=incident.job, generation=incident.plan.generation),)
 
 
 # --- Common -------------------------------------------------------------------------------------------------------
@@ -575,11 +637,6 @@ def _live_generation(incident: Incident, situation: Situation) -> GenerationView
     """The plan's generation, if it exists and is not being stopped."""
     generation = situation.generation(incident.plan.generation) if incident.plan else None
     return None if generation is None or generation.wanted is AssignmentPhase.STOP else generation
-
-
-def _reached_step(situation: Situation) -> int | None:
-    steps = [g.reached_step for g in situation.generations if not g.broken_continuity and g.reached_step is not None]
-    return max(steps, default=None)
 
 
 def _stop_all(situation: Situation, *, except_generation: int | None) -> tuple[Instruction, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from recovery.domain.fleet import FleetSnapshot, NodeView
+from recovery.domain.plan import RecoveryPlan
 from recovery.domain.timeline import join_names
 
 RULE_VERSION = "placement-1"
@@ -71,6 +72,16 @@ def choose_nodes(
         )
     nodes = tuple(slot for slot in slots if slot is not None)
     return Placed(nodes=nodes, reason=_reason(keep=keep, nodes=nodes, lost=lost, taken=taken))
+
+
+def lost_nodes(plan: RecoveryPlan, fleet: FleetSnapshot) -> list[str]:
+    """Nodes of a plan on which it could not be placed any more."""
+    lost = []
+    for name in plan.nodes:
+        node = fleet.node(name)
+        if node is None or not node.can_take(job=plan.job, ranks=plan.ranks_per_node):
+            lost.append(name)
+    return lost
 
 
 def _why_not(node: NodeView | None, name: str, *, job: str, ranks: int, excluded: Sequence[str]) -> str:

@@ -10,12 +10,15 @@ from typing import Any
 from django.db.models import Count
 
 from recovery.domain.incident import ENDS, IncidentState
+from recovery.domain.policy import Policy
 from recovery.errors import NotFound
 from recovery.models import IncidentRow, TimelineEntry
 from recovery.queries.moment import moment
 from recovery.queries.page import Position
 
 NEEDS_HUMAN = frozenset({IncidentState.ESCALATED, IncidentState.AWAITING_APPROVAL, IncidentState.PAUSED})
+
+LIMITS_S: dict[str, float] = {state.value: limit_s for state, limit_s in Policy().deadlines_s.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +31,9 @@ class Phase:
     """None for the phase that the incident is in now."""
     seconds: float
     """Until now for the open phase."""
+    limit_s: float | None
+    """What the policy allows this state; None if it has no limit."""
+    over_limit: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,8 +174,17 @@ def phases_of(changes: Iterable[tuple[str, float]], *, now: float) -> tuple[Phas
             continue
         ended_at = entered[index + 1][1] if index + 1 < len(entered) else None
         until = now if ended_at is None else ended_at
+        seconds = max(0.0, until - started_at)
+        limit_s = LIMITS_S.get(state)
         phases.append(
-            Phase(state=state, started_at=started_at, ended_at=ended_at, seconds=max(0.0, until - started_at))
+            Phase(
+                state=state,
+                started_at=started_at,
+                ended_at=ended_at,
+                seconds=seconds,
+                limit_s=limit_s,
+                over_limit=limit_s is not None and seconds > limit_s,
+            )
         )
     return tuple(phases)
 

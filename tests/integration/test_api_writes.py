@@ -7,9 +7,10 @@ import threading
 from typing import Any
 
 import pytest
-from django.db import connection
+from django.db import OperationalError, connection
 from django.test import Client
 
+from dashboard.api import idempotency
 from dashboard.api.agents import join_limit
 from dashboard.api.app import openapi_document
 from recovery import queries
@@ -187,6 +188,34 @@ def test_duplicates_at_the_same_moment_have_one_effect() -> None:
     assert [answer.status_code for answer in answers] == [201] * 4
     assert len({answer.json()["id"] for answer in answers}) == Job.objects.count() == 1
     assert sum("Idempotent-Replayed" in answer for answer in answers) == 3
+
+
+def test_request_that_lost_the_race_to_begin_gets_the_first_ones_answer(
+    caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on PostgreSQL, where both look for the record before either has written it."""
+    first = caller.post("/api/v1/jobs", JOB, key="k1").json()
+    looks: list[None] = []
+    really_look = idempotency._kept
+
+    def look_too_early(*args: Any, **kwargs: Any) -> IdempotencyRecord | None:
+        looks.append(None)
+        return None if len(looks) == 1 else really_look(*args, **kwargs)
+
+    monkeypatch.setattr(idempotency, "_kept", look_too_early)
+    second = caller.post("/api/v1/jobs", JOB, key="k1")
+    assert (second.status_code, second.json(), second["Idempotent-Replayed"]) == (201, first, "true")
+    assert Job.objects.count() == 1
+
+
+def test_database_that_stays_busy_is_a_conflict_to_try_again(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    def busy(*args: Any, **kwargs: Any) -> None:
+        raise OperationalError("database is locked")
+
+    monkeypatch.setattr("recovery.jobs.submit_job", busy)
+    response = caller.post("/api/v1/jobs", JOB, key="k1")
+    assert_problem(response, status=409, kind="in_progress")
+    assert response["Retry-After"] == "1"
 
 
 def test_agent_joins_once_with_a_token_and_gets_a_credential_of_its_own() -> None:

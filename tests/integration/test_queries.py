@@ -73,6 +73,13 @@ def test_open_phase_counts_until_now() -> None:
     assert (seen.phases[1].ended_at, seen.phases[1].seconds) == (None, 4.0)
 
 
+def test_phase_over_its_limit_is_flagged() -> None:
+    incident = make_incident(make_job())
+    add_entries(incident, (0, "state", "Opened.", {"to": "detected"}), (31, "state", "Stopping.", {"to": "stopping"}))
+    phases = queries.get_incident("inc_a", now=T0 + 40).phases
+    assert [(phase.limit_s, phase.over_limit) for phase in phases] == [(30.0, True), (60.0, False)]
+
+
 def test_timeline_goes_on_after_a_seq_and_says_where_it_ends() -> None:
     make_story()
     part = queries.incident_timeline("inc_a", after_seq=3, limit=2)

@@ -38,6 +38,7 @@ class JobShape:
     step_time_s: float
     submitted_at: float
     reports_digests: bool = True
+    saves_step_0: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +90,7 @@ class _Draft:
         rng = self.rng
         job = rng.choice(self.jobs)
         node = rng.choice(self.nodes).name
-        at = rng.uniform(2.0, 80.0)
+        at = rng.uniform(3.0, 50.0)
         world_size = job.node_count * job.ranks_per_node
         rank = rng.randrange(world_size)
         when = rng.choice(_STATES) if rng.random() < 0.45 else ""
@@ -139,9 +140,9 @@ class _Draft:
 
 _KINDS = {
     "kill_rank": 14, "exit_rank": 6, "kill_two_ranks": 4, "kill_twice": 8, "lose_contact": 6, "restart_agent": 3,
-    "reboot": 3, "stuck_stop": 2, "unhealthy": 2, "cordon": 1, "slow_prepare": 2, "prepare_fails": 4,
+    "reboot": 3, "stuck_stop": 2, "unhealthy": 4, "cordon": 2, "slow_prepare": 2, "prepare_fails": 4,
     "refuse_policy": 1, "busy_port": 4, "silent_runner": 2, "runner_dies": 3, "worker_dies_before_save": 4,
-    "worker_dies_after_save": 4, "repeat_advance": 4, "command": 4, "stop_job": 2, "crash_at_step": 3,
+    "worker_dies_after_save": 4, "repeat_advance": 4, "command": 8, "stop_job": 3, "crash_at_step": 3,
     "break_continuity": 4, "exit_last": 2, "mismatch": 1,
 }  # fmt: skip
 
@@ -154,11 +155,12 @@ def make_schedule(seed: int, index: int) -> Schedule:
             id=f"job-{name}",
             node_count=rng.choice((1, 2, 2, 2, 3) if name == "a" else (1, 1, 2)),
             ranks_per_node=rng.choice((1, 1, 2)),
-            total_steps=rng.choice((12, 24, 40)),
+            total_steps=rng.choice((16, 32, 48)),
             save_every=rng.choice((4, 8)),
-            step_time_s=rng.choice((0.4, 0.8, 1.5)),
+            step_time_s=rng.choice((0.6, 1.0, 1.6)),
             submitted_at=rng.uniform(0.0, 5.0),
             reports_digests=rng.random() < 0.9,
+            saves_step_0=rng.random() < 0.8,
         )
         for name in ("a", "b")
     )
@@ -168,7 +170,7 @@ def make_schedule(seed: int, index: int) -> Schedule:
         NodeShape(name=f"gpu-{number:02d}", rack=f"r{number % 2}", slots=2) for number in range(1, needed + spares + 1)
     )
     draft = _Draft(rng=rng, jobs=jobs, nodes=nodes)
-    for kind in rng.choices(list(_KINDS), weights=list(_KINDS.values()), k=rng.randrange(0, 9)):
+    for kind in rng.choices(list(_KINDS), weights=list(_KINDS.values()), k=rng.randrange(0, 13)):
         draft.add(kind)
     return Schedule(
         seed=seed,

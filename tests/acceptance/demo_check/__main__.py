@@ -14,7 +14,7 @@ from typing import Any
 
 from demo_check.auditor import Audit, audit, disagreements, read_stories
 from demo_check.rest import RestError
-from demo_check.system import BLIND_EVERSTEP, EVERSTEP, HarnessError, RunningSystem, find_job
+from demo_check.system import BLIND_EVERSTEP, EVERSTEP, HarnessError, RunningSystem, steady_job, unix_seconds
 from demo_check.witness import Witness, marked_processes
 
 FORGETTABLE = ("optimizer", "scheduler", "sampler")
@@ -50,7 +50,7 @@ def main() -> int:
 
 def _drill(system: RunningSystem, witness: Witness, result: dict[str, Any]) -> list[str]:
     """One drill from the order to the receipt. Fills `result`; returns what is wrong."""
-    job = find_job(system, least_step=30)
+    job = steady_job(system)
     _progress(f"Job {job['id']} is at step {job['last_step']}; ordering a drill ...")
     body = {
         "kind": "kill-rank",
@@ -107,7 +107,7 @@ def _judge(
     system: RunningSystem, witness: Witness, *, drill: dict[str, Any], incident: dict[str, Any], result: dict[str, Any]
 ) -> list[str]:
     """Everything that is wrong, from the ranks' own logs first, then from the server's words."""
-    opened_at = _unix(incident["opened_at"])
+    opened_at = unix_seconds(incident["opened_at"])
     job, old = incident["job"], drill["generation"]
     errors = [
         f"a process of generation {old} outlived the stop: pid {pid} carries its mark"
@@ -143,12 +143,6 @@ def _numbers(found: Audit) -> dict[str, Any]:
         "largest_beat_gap_s": round(found.largest_beat_gap_s, 3),
         "overlap_margin_s": round(found.overlap_margin_s, 3),
     }
-
-
-def _unix(text: str) -> float:
-    from datetime import datetime
-
-    return datetime.fromisoformat(text).timestamp()
 
 
 def _progress(words: str) -> None:

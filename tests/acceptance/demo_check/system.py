@@ -5,6 +5,7 @@ Used by the headless demo and by the slow tests.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import signal
@@ -13,14 +14,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from demo_check.rest import Rest, RestError
-from demo_check.witness import processes_of
+from demo_check.witness import parent_of, processes_of
 
 T = TypeVar("T")
 
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
 START_LIMIT_S = 120.0
 STOP_LIMIT_S = 45.0
 EVERSTEP = (sys.executable, "-m", "everstep.cli.main")
@@ -56,6 +60,7 @@ class RunningSystem:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=die_with_parent,
             )
 
     def __enter__(self) -> RunningSystem:
@@ -99,9 +104,12 @@ class RunningSystem:
             except ProcessLookupError:
                 continue
 
-    def service_pids(self, words: str) -> list[int]:
-        """Processes of this system whose command line holds the words, oldest first."""
-        return sorted(pid for pid, command in self.leftovers().items() if words in command)
+    def service_pid(self, words: str) -> int | None:
+        """The service whose command line holds the words: a direct child of `everstep demo`."""
+        for pid, command in self.leftovers().items():
+            if words in command and parent_of(pid) == self.process.pid:
+                return pid
+        return None
 
     def wait_until(self, done: Callable[[], T | None], *, what: str, limit_s: float, every_s: float = 0.2) -> T:
         """The first true answer of `done`. Raises `HarnessError` when time is up or the system ended."""
@@ -121,20 +129,32 @@ class RunningSystem:
         return "Everstep is running." in self._log.read_text(errors="replace")
 
 
-def find_job(system: RunningSystem, *, least_step: int) -> dict[str, object]:
-    """The running job, once it has trained some steps and saved."""
+def steady_job(system: RunningSystem, *, steps_beyond: int = 1) -> dict[str, Any]:
+    """The running job, once it has saved in its newest generation and gone on a little. Steps are not in a hurry."""
 
-    def trained() -> dict[str, object] | None:
+    def trained() -> dict[str, Any] | None:
         try:
-            jobs = system.rest.items("jobs")
+            for known in system.rest.items("jobs?state=running"):
+                job: dict[str, Any] = system.rest.get(f"jobs/{known['id']}")
+                saved = job["last_checkpoint"]
+                is_fresh = bool(saved) and saved["generation"] == job["generation"]
+                if is_fresh and not job["open_incident"] and job["last_step"] >= saved["step"] + steps_beyond:
+                    return job
         except (OSError, RestError):
             return None
-        for job in jobs:
-            if (job["last_step"] or 0) >= least_step and job["last_checkpoint_step"]:
-                return job
         return None
 
-    return system.wait_until(trained, what=f"the job to reach step {least_step}", limit_s=90)
+    return system.wait_until(trained, what="a job that trains and has saved", limit_s=90)
+
+
+def unix_seconds(moment: str) -> float:
+    """RFC 3339 as the API writes it, as Unix seconds."""
+    return datetime.fromisoformat(moment).timestamp()
+
+
+def die_with_parent() -> None:
+    """For `preexec_fn`: the kernel sends SIGINT to this process when the thread that started it ends."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGINT, 0, 0, 0)
 
 
 def _clean_environment() -> dict[str, str]:

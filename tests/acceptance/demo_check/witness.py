@@ -80,11 +80,18 @@ def marked_processes(job: str, generation: int) -> list[int]:
 
 def processes_of(home: Path) -> dict[int, str]:
     """Live processes that name the folder in their environment or command line: pid -> command."""
-    found = {}
-    for pid in _processes(os.fsencode(home)):
-        words = _content(pid, "cmdline").replace(b"\0", b" ").decode(errors="replace").strip()
-        found[pid] = words or "(no command line)"
-    return found
+    return {pid: command_line(pid) or "(no command line)" for pid in _processes(os.fsencode(home))}
+
+
+def command_line(pid: int) -> str:
+    """Its words, joined by spaces; empty for a process that is gone."""
+    return _content(pid, "cmdline").replace(b"\0", b" ").decode(errors="replace").strip()
+
+
+def parent_of(pid: int) -> int | None:
+    """Pid of the parent; None for a process that is gone."""
+    words = _content(pid, "stat").rpartition(b")")[2].split()
+    return int(words[1]) if words else None
 
 
 def _processes(needle: bytes) -> list[int]:

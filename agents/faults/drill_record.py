@@ -1,0 +1,79 @@
+"""What this node remembers of drills: written before a fault is armed and again before it is applied.
+
+So a fault comes at most once per drill, and never after its deadline, whatever happens to agent and server in between.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+
+import msgspec
+
+from agents.durable import read_json, write_json
+from agents.errors import StateUnusable
+from agents.protocol.messages import Message
+
+_KEPT = 1000
+_FORGET_AFTER_S = 7 * 86400.0
+
+
+class DrillStep(StrEnum):
+    """How far a drill has come on this node."""
+
+    ARMED = "armed"
+    APPLYING = "applying"
+    """On disk just before the fault; if the agent dies here, the fault is never tried again."""
+    APPLIED = "applied"
+    REFUSED = "refused"
+    EXPIRED = "expired"
+
+
+class DrillRecord(Message, frozen=True):
+    drill: str
+    job: str
+    generation: int
+    rank: int
+    not_after: float
+    """Unix seconds on the server's clock."""
+    steps_after_save: int
+    step: DrillStep
+    at: float
+    detail: str = ""
+
+    @property
+    def over(self) -> bool:
+        return self.step in (DrillStep.APPLIED, DrillStep.REFUSED, DrillStep.EXPIRED)
+
+
+class DrillStore:
+    """Keeps a `DrillRecord` per drill in `drills.json`."""
+
+    def __init__(self, state_directory: Path) -> None:
+        self._path = state_directory / "drills.json"
+        self._drills: dict[str, DrillRecord] = {}
+
+    def load(self) -> None:
+        """Read what an earlier life knew. Raises `StateUnusable`: without it, a fault could come twice."""
+        try:
+            records = msgspec.convert(read_json(self._path) or [], list[DrillRecord])
+        except msgspec.ValidationError as err:
+            raise StateUnusable(
+                f"{self._path} is damaged ({err}). Stop what runs on this node, then remove it."
+            ) from err
+        self._drills = {record.drill: record for record in records}
+
+    def get(self, drill: str) -> DrillRecord | None:
+        return self._drills.get(drill)
+
+    def all(self) -> list[DrillRecord]:
+        return list(self._drills.values())
+
+    def put(self, record: DrillRecord) -> None:
+        """On disk when this returns. Raises `StateUnusable`."""
+        drills = {**self._drills, record.drill: record}
+        if len(drills) > _KEPT:
+            # Only what its own deadline forbids anyway may be forgotten.
+            drills = {name: known for name, known in drills.items() if record.at - known.not_after < _FORGET_AFTER_S}
+        write_json(self._path, [msgspec.to_builtins(known) for known in drills.values()])
+        self._drills = drills

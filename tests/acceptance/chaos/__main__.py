@@ -1,0 +1,39 @@
+"""`make chaos SEED=1`: every scenario in full, in an order that the seed decides. The last line is one JSON object."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+
+from chaos.scenarios import AFTER, BEFORE, Scenario, chaos_system, flush_redis, stop_redis, tell
+
+REDIS_GONE_S = 60.0
+
+
+def main() -> int:
+    seed = int(os.environ.get("SEED") or 1)
+    scenarios = [Scenario(name=f"worker killed at {name}", failpoints=[name]) for name in (*BEFORE, *AFTER)]
+    scenarios.append(Scenario(name="Redis flushed", disturb=flush_redis))
+    scenarios.append(Scenario(name=f"Redis gone for {REDIS_GONE_S:.0f} s", disturb=stop_redis(REDIS_GONE_S)))
+    random.Random(seed).shuffle(scenarios)
+    outcomes = []
+    with chaos_system() as chaos:
+        for scenario in scenarios:
+            outcomes.append(chaos.run(scenario))
+            tell(outcomes[-1])
+    result = {
+        "seed": seed,
+        "scenarios": len(outcomes),
+        "recovered": sum(outcome.state == "recovered" for outcome in outcomes),
+        "worker_kills": sum(outcome.worker_kills for outcome in outcomes),
+        "slowest_s": max(outcome.seconds for outcome in outcomes),
+        "violations": [f"{outcome.name}: {words}" for outcome in outcomes for words in outcome.wrong],
+    }
+    print(json.dumps(result), flush=True)
+    return 1 if result["violations"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

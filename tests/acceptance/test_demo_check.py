@@ -1,0 +1,50 @@
+"""`make demo-check` passes, and can fail: the planted bugs are found, named, and end it non-zero."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+HERE = Path(__file__).parent
+
+
+def demo_check(bug: str = "") -> tuple[int, dict[str, Any], str]:
+    """Exit code, the last line as JSON, and everything that was printed."""
+    done = subprocess.run(
+        [sys.executable, "-m", "demo_check"],
+        env=os.environ | {"PYTHONPATH": str(HERE), "BUG": bug},
+        capture_output=True,
+        text=True,
+        timeout=290,
+        check=False,
+    )
+    return done.returncode, json.loads(done.stdout.splitlines()[-1]), done.stdout + done.stderr
+
+
+def test_recovers_with_continuity_proven_and_leaves_nothing_behind() -> None:
+    code, result, everything = demo_check()
+    assert code == 0, everything
+    assert (result["state"], result["continuity"], result["generation"]) == ("recovered", "bit-equal", 2)
+    assert result["steps_compared"] > 4
+    assert result["steps_lost"] >= 5
+    assert 0 < result["detect_s"] < result["first_step_s"] < result["caught_up_s"]
+    assert 0 < result["stop_s"] < result["first_step_s"]
+
+
+@pytest.mark.parametrize(
+    ("bug", "words"),
+    [("optimizer", "the optimizer was not restored"), ("ghost", "a process of generation 1 outlived the stop")],
+)
+def test_fails_in_the_right_words_when_a_bug_is_planted(bug: str, words: str) -> None:
+    code, result, everything = demo_check(bug)
+    assert code == 1, everything
+    assert words in result["error"], everything
+    assert "left behind" not in result["error"], everything

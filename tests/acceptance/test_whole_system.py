@@ -1,0 +1,126 @@
+"""One whole system, disturbed in turn: a person's drill in a browser, dying workers, Redis gone, jobs that end.
+
+They share the system because it takes half a minute to start; each test leaves a job that trains, or finds one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chaos.scenarios import AFTER, BEFORE, ChaosSystem, Scenario, chaos_system, flush_redis, stop_redis
+from demo_check.rest import RestError
+from demo_check.system import RunningSystem, steady_job, unix_seconds
+from playwright.sync_api import expect, sync_playwright
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+SHORT_JOB = Path(__file__).with_name("short_job.py")
+SCENARIOS = [
+    Scenario(name="the worker is killed before each save", failpoints=BEFORE),
+    Scenario(name="the worker is killed after each save", failpoints=AFTER),
+    Scenario(name="Redis is flushed", disturb=flush_redis),
+    Scenario(name="Redis is gone for 15 s", disturb=stop_redis(15)),
+]
+
+
+@pytest.fixture(scope="module")
+def chaos() -> Iterator[ChaosSystem]:
+    with chaos_system() as system:
+        yield system
+
+
+def test_a_person_presses_the_button_and_sees_the_receipt_appear_without_reloading(chaos: ChaosSystem) -> None:
+    system = chaos.system
+    job = steady_job(system)
+    login = json.loads((system.home / "login.json").read_text())
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
+        page = browser.new_page()
+        page.set_default_timeout(20_000)
+        problems: list[str] = []
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.goto(f"{system.rest.server}/")
+        page.get_by_label("User name").fill(login["user"])
+        page.get_by_label("Password").fill(login["password"])
+        page.get_by_role("button", name="Log in").click()
+        page.get_by_role("link", name="Drills").first.click()
+        page.get_by_label("Steps after a save").fill("6")
+        page.get_by_role("button", name="Trigger drill").click()
+        page.get_by_role("button", name="Kill this rank").click()
+        page.locator("#drills a[href*='/incidents/']").first.click(timeout=60_000)
+        page.evaluate("window.sameDocument = true")
+        expect(page.locator("#receipt")).to_contain_text("The receipt comes when")
+        expect(page.locator("#receipt")).to_contain_text("Continuity is proven.", timeout=90_000)
+        expect(page.locator("#timeline")).to_contain_text("Drill")
+        assert page.evaluate("window.sameDocument") is True
+        browser.close()
+    assert problems == []
+    assert system.rest.get(f"jobs/{job['id']}")["generation"] == job["generation"] + 1
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name.replace(" ", "_"))
+def test_recovers_by_one_relaunch_when(chaos: ChaosSystem, scenario: Scenario) -> None:
+    outcome = chaos.run(scenario)
+    assert outcome.wrong == ()
+    assert (outcome.state, outcome.relaunches) == ("recovered", 1)
+    assert outcome.worker_kills >= (1 if scenario.failpoints else 0)
+
+
+@pytest.fixture(scope="module")
+def idle(chaos: ChaosSystem) -> RunningSystem:
+    """The system with its nodes free."""
+    stop_all_jobs(chaos.system)
+    return chaos.system
+
+
+@pytest.mark.parametrize("linger_s", [0.0, 4.0], ids=["together", "one_rank_first"])
+def test_a_job_that_ends_by_itself_has_succeeded_without_an_incident(idle: RunningSystem, linger_s: float) -> None:
+    job = submit_short_job(idle, "--steps", "10", "--linger-s", str(linger_s))
+    end = idle.wait_until(lambda: job_if_ended(idle, job["id"]), what="the job to end", limit_s=60)
+    assert (end["state"], end["generation"], end["last_step"]) == ("succeeded", 1, 10), end
+    assert idle.rest.items(f"incidents?job={job['id']}") == []
+    assert unix_seconds(end["ended_at"]) - unix_seconds(end["started_at"]) >= linger_s
+
+
+def test_an_exit_with_code_0_before_the_last_step_opens_an_incident(idle: RunningSystem) -> None:
+    job = submit_short_job(idle, "--steps", "10", "--leave-at", "5")
+    found = idle.wait_until(lambda: idle.rest.items(f"incidents?job={job['id']}"), what="an incident", limit_s=60)
+    assert found[0]["cause"]["kind"] == "early_exit", found
+    stop_all_jobs(idle)
+    assert idle.rest.get(f"jobs/{job['id']}")["state"] != "succeeded"
+
+
+def submit_short_job(system: RunningSystem, *arguments: str) -> dict[str, Any]:
+    job: dict[str, Any] = system.rest.post(
+        "jobs",
+        {
+            "name": "short",
+            "argv": [sys.executable, str(SHORT_JOB), *arguments],
+            "working_directory": str(SHORT_JOB.parent),
+            "checkpoint_directory": str(system.home / "short" / str(time.time_ns())),
+            "nodes": 2,
+        },
+    )
+    return job
+
+
+def job_if_ended(system: RunningSystem, job: str) -> dict[str, Any] | None:
+    found: dict[str, Any] = system.rest.get(f"jobs/{job}")
+    return found if found["ended_at"] else None
+
+
+def stop_all_jobs(system: RunningSystem) -> None:
+    for job in system.rest.items("jobs"):
+        if job["ended_at"] is None:
+            with contextlib.suppress(RestError):  # it may have ended meanwhile
+                system.rest.post(f"jobs/{job['id']}/actions", {"kind": "stop"})
+    system.wait_until(
+        lambda: all(job["ended_at"] for job in system.rest.items("jobs")), what="all jobs to end", limit_s=40
+    )

@@ -1,0 +1,155 @@
+"""Which checkpoints belong to the line of training, which are chosen, and which are removed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from everstep.checkpoint.manifest import (
+    CheckpointName,
+    Manifest,
+    complete_checkpoints,
+    line_of,
+    newest_checkpoint,
+    newest_generation,
+    read_manifest,
+    record_lineage,
+    write_manifest,
+)
+from everstep.checkpoint.retention import choose_expired, remove_expired
+from everstep.errors import CheckpointDamaged, CheckpointMissing
+
+
+def name(text: str) -> CheckpointName:
+    return CheckpointName.parse(text)
+
+
+def manifest(text: str, parent: str | None = None) -> Manifest:
+    return Manifest(
+        name=name(text),
+        parent=name(parent) if parent else None,
+        job="j1",
+        total_steps=100,
+        world_size=1,
+        created_at=0.0,
+        torch_version="2",
+        files=(),
+        digests={0: {"model": "ab"}},
+    )
+
+
+def put(root: Path, text: str, parent: str | None = None) -> Path:
+    directory = name(text).directory(root)
+    directory.mkdir(parents=True)
+    write_manifest(directory, manifest(text, parent))
+    return directory
+
+
+def test_names_are_those_of_the_contract(tmp_path: Path) -> None:
+    assert name("1:60").directory(tmp_path) == tmp_path / "generation-00001" / "step-00000060"
+    assert put(tmp_path, "1:60").joinpath("manifest.json").is_file()
+
+
+def test_manifest_survives_the_file(tmp_path: Path) -> None:
+    assert read_manifest(put(tmp_path, "2:40", parent="1:20")) == manifest("2:40", parent="1:20")
+
+
+def test_directory_without_manifest_is_no_checkpoint(tmp_path: Path) -> None:
+    put(tmp_path, "1:20")
+    (put(tmp_path, "1:40") / "manifest.json").unlink()
+    assert [m.name for m in complete_checkpoints(tmp_path)] == [name("1:20")]
+    with pytest.raises(CheckpointMissing, match="no complete checkpoint"):
+        read_manifest(name("1:40").directory(tmp_path))
+
+
+def test_any_changed_or_missing_byte_of_a_manifest_is_noticed(tmp_path: Path) -> None:
+    path = put(tmp_path, "1:20") / "manifest.json"
+    whole = path.read_bytes()
+    for position in range(0, len(whole), 7):
+        for broken in (whole[:position], whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :]):
+            path.write_bytes(broken)
+            try:
+                assert read_manifest(path.parent) == manifest("1:20"), "a change of white space is harmless"
+            except CheckpointDamaged:
+                assert complete_checkpoints(tmp_path) == []
+
+
+def test_checkpoint_moved_to_another_name_does_not_count(tmp_path: Path) -> None:
+    put(tmp_path, "1:20").rename(tmp_path / "generation-00001" / "step-00000040")
+    assert complete_checkpoints(tmp_path) == []
+
+
+def test_ghost_writing_after_the_fork_is_off_the_line(tmp_path: Path) -> None:
+    manifests = [
+        manifest("1:0"),
+        manifest("1:20"),
+        manifest("1:40"),
+        manifest("2:40", parent="1:20"),
+        manifest("3:50", parent="2:40"),
+    ]
+    line = line_of(3, manifests, parent=name("2:40"))
+    assert [str(m.name) for m in line] == ["1:0", "1:20", "2:40", "3:50"]
+
+
+def test_off_line_checkpoint_is_not_chosen(tmp_path: Path) -> None:
+    put(tmp_path, "1:20")
+    record_lineage(tmp_path, 2, parent=name("1:20"))
+    put(tmp_path, "1:40")  # written by a ghost of generation 1 after generation 2 had resumed
+    found = newest_checkpoint(tmp_path)
+    assert found is not None and found.name == name("1:20")
+    put(tmp_path, "2:30", parent="1:20")
+    put(tmp_path, "1:60")
+    found = newest_checkpoint(tmp_path)
+    assert found is not None and found.name == name("2:30")
+    assert newest_generation(tmp_path) == 2
+
+
+def test_deliberate_new_beginning_is_not_undone_by_older_checkpoints(tmp_path: Path) -> None:
+    put(tmp_path, "1:20")
+    record_lineage(tmp_path, 2, parent=None)
+    assert newest_checkpoint(tmp_path) is None
+
+
+def test_nothing_to_choose_from_is_none(tmp_path: Path) -> None:
+    assert newest_checkpoint(tmp_path) is None
+    assert newest_generation(tmp_path) == 0
+
+
+def test_newest_ten_and_the_parent_are_kept() -> None:
+    line = [manifest(f"1:{step}") for step in range(0, 60, 20)] + [
+        manifest(f"2:{step}", parent="1:40") for step in range(60, 300, 20)
+    ]
+    expired = choose_expired(line, generation=2, parent=name("1:40"))
+    assert [str(n) for n in expired] == ["1:0", "1:20", "2:60", "2:80"]
+
+
+def test_off_line_checkpoints_go_before_those_on_the_line() -> None:
+    manifests = [manifest("1:20"), manifest("1:40"), manifest("2:30", parent="1:20"), manifest("2:40", parent="1:20")]
+    assert choose_expired(manifests, generation=2, parent=name("1:20"), keep=3) == [name("1:40")]
+    assert choose_expired(manifests, generation=2, parent=name("1:20"), keep=4) == []
+
+
+def test_checkpoints_of_a_newer_generation_are_left_alone() -> None:
+    """This process may itself be the ghost."""
+    manifests = [manifest("1:20"), manifest("1:40"), *(manifest(f"2:{s}", parent="1:20") for s in (40, 60))]
+    assert choose_expired(manifests, generation=1, parent=None, keep=1) == [name("1:20")]
+
+
+def test_removal_takes_left_overs_of_killed_saves_along(tmp_path: Path) -> None:
+    for step in (20, 40, 60):
+        put(tmp_path, f"1:{step}")
+    left_over = tmp_path / "generation-00001" / ".writing-00000050-77"
+    newer = tmp_path / "generation-00002" / ".writing-00000050-78"
+    left_over.mkdir()
+    newer.mkdir(parents=True)
+    remove_expired(tmp_path, generation=1, parent=None, keep=2)
+    assert [str(m.name) for m in complete_checkpoints(tmp_path)] == ["1:40", "1:60"]
+    assert not name("1:20").directory(tmp_path).exists()
+    assert not left_over.exists() and newer.exists()
+
+
+@pytest.mark.parametrize("text", ["", "60", "1:", "a:b", "1:2:3", "-1:5"])
+def test_refuses_a_name_that_is_not_generation_and_step(text: str) -> None:
+    with pytest.raises(CheckpointMissing, match="generation"):
+        CheckpointName.parse(text)

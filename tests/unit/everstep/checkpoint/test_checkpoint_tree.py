@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, OrderedDict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from everstep.checkpoint.tree import flatten, structure_digest, tensor_hash, unflatten
+from everstep.errors import UnsupportedState
+
+leaves = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**70), 2**70),
+    st.floats(allow_nan=False),
+    st.text(),
+    st.binary(max_size=20),
+)
+trees = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=4).map(tuple),
+        st.dictionaries(st.one_of(st.text(max_size=5), st.integers()), inner, max_size=4),
+    ),
+    max_leaves=15,
+)
+
+
+def round_trip(tree: Any) -> Any:
+    structure, tensors = flatten(tree, path="part")
+    return unflatten(json.loads(json.dumps(structure)), tensors)
+
+
+def digest(tree: Any) -> str:
+    structure, tensors = flatten(tree, path="part")
+    return structure_digest(structure, {path: tensor_hash(tensor) for path, tensor in tensors.items()})
+
+
+@given(trees)
+def test_state_survives_the_file_with_types_and_bits(tree: Any) -> None:
+    assert repr(round_trip(tree)) == repr(tree)
+
+
+def test_arrays_counters_and_special_numbers_survive() -> None:
+    tree = {
+        "array": np.arange(6, dtype=np.uint32).reshape(2, 3),
+        "scalar": np.float64(0.1),
+        "counter": Counter({30: 2}),
+        "ordered": OrderedDict(b=1, a=2),
+        "infinite": -math.inf,
+    }
+    back = round_trip(tree)
+    assert back["array"].dtype == np.uint32 and back["array"].tolist() == tree["array"].tolist()
+    assert isinstance(back["scalar"], np.float64)
+    assert list(back["counter"].elements()) == [30, 30]
+    assert (back["ordered"], back["infinite"]) == (tree["ordered"], -math.inf)
+
+
+@given(st.dictionaries(st.text(max_size=4), leaves, min_size=2, max_size=5))
+def test_digest_does_not_depend_on_the_order_of_keys(tree: dict[str, Any]) -> None:
+    assert digest(tree) == digest(dict(reversed(tree.items())))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"a": 1}, {"a": 1.0}),
+        ({"a": 1}, {"a": True}),
+        ([1, 2], (1, 2)),
+        ({"a": torch.zeros(2)}, {"a": torch.zeros(2, 1)}),
+        ({"a": torch.zeros(2)}, {"a": -torch.zeros(2)}),
+        ({"a": torch.zeros(2)}, {"a": torch.zeros(2, dtype=torch.int32)}),
+        ({1: 0}, {"1": 0}),
+    ],
+)
+def test_digest_tells_apart_what_is_not_the_same_state(one: Any, other: Any) -> None:
+    assert digest(one) != digest(other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.uint8])
+def test_each_type_of_tensor_can_be_hashed(dtype: torch.dtype) -> None:
+    tensor = torch.ones(3, 2).to(dtype)
+    assert tensor_hash(tensor) == tensor_hash(tensor.t().contiguous().t())
+    assert tensor_hash(tensor[:0]) != tensor_hash(tensor)
+    assert tensor_hash(torch.tensor(1).to(dtype))
+
+
+@pytest.mark.parametrize("value", [object(), {1}, torch.eye(2).to_sparse(), np.array([object()])])
+def test_refuses_what_it_cannot_hold_and_says_where(value: Any) -> None:
+    with pytest.raises(UnsupportedState, match="scheduler/deep/0"):
+        flatten({"deep": [value]}, path="scheduler")
