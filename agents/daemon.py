@@ -58,7 +58,9 @@ class Daemon:
         self._highest = HighestStore(settings.state_directory)
         self._drill_store = DrillStore(settings.state_directory)
         self._records = RunRecords(settings.state_directory)
-        self._ranks = RankSocket(socket_path(settings.state_directory), take=lambda said: self.supervisor.take(said))
+        self._ranks = RankSocket(
+            socket_path(settings.state_directory), take=lambda said, user: self.supervisor.take(said, user)
+        )
         self._groups = NodeGroups.find(settings.name) if settings.cgroups else None
         place = Workplace(
             boot_id=self._boot_id,

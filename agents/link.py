@@ -189,8 +189,7 @@ class Link:
     def _handle(self, message: Message) -> None:
         match message:
             case Welcome():
-                now = time.time()
-                self._clock.observe(sent_at=now, received_at=now, server_at=message.at)
+                self._clock.begin(server_at=message.at, received_at=time.time())
                 self._welcome = message
                 log.info("connected", server=self._settings.server, version=message.server_version)
                 self._handlers.welcomed()

@@ -13,6 +13,11 @@ class ServerClock:
         self._seen: deque[tuple[float, float]] = deque(maxlen=30)
         self._offset_s = 0.0
 
+    def begin(self, *, server_at: float, received_at: float) -> None:
+        """A connection begins: the first word gives a first estimate, older exchanges may be of another clock."""
+        self._seen.clear()
+        self._offset_s = server_at - received_at
+
     def observe(self, *, sent_at: float, received_at: float, server_at: float) -> None:
         """Take one exchange: two times of this node's clock and the server's in between, Unix seconds."""
         round_trip_s = received_at - sent_at

@@ -290,7 +290,7 @@ class Run:
             error = err
         except (ValueError, RuntimeError, KeyError, TypeError) as err:
             error = UsageError(
-                f"The state of checkpoint {name} does not fit what the script tracks: {err}. "
+                f"The state of checkpoint {name} does not fit what the script tracks: {str(err).rstrip('.')}. "
                 "Build the same model, optimizer and scheduler as the run that saved it."
             )
             error.__cause__ = err

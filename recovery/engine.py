@@ -15,16 +15,18 @@ from django.db.models import F
 
 from recovery import failpoints
 from recovery.actuators import Conflict, perform
+from recovery.domain.detection import Fault, find_fault
 from recovery.domain.incident import Incident, IncidentState
 from recovery.domain.instructions import Instruction, MarkJob
 from recovery.domain.lifecycle import step_job
 from recovery.domain.machine import Outcome, escalate_poisoned, step
 from recovery.domain.situation import Situation
+from recovery.incidents import open_or_join
 from recovery.models import IncidentRow, Job
 from recovery.store import from_json, to_json
 from recovery.store.situations import load_situation
 from recovery.store.timelines import append_entries
-from recovery.wakeup import announce, announce_change
+from recovery.wakeup import announce, announce_change, ask_to_advance
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +109,12 @@ def _advance_job_once(job_id: str) -> bool:
     if job is None or IncidentRow.objects.filter(job=job, ended=False).exists():
         return False
     now = time.time()
-    outcome = step_job(load_situation(job, now=now), now)
+    situation = load_situation(job, now=now)
+    fault = find_fault(situation)
+    if fault is not None:
+        _open_incident(job, fault, now)
+        return False
+    outcome = step_job(situation, now)
     if all(_says_nothing_new(job, instruction) for instruction in outcome.instructions):
         return False
     state = job.state
@@ -119,6 +126,19 @@ def _advance_job_once(job_id: str) -> bool:
             raise Conflict(f"{job.id} was advanced by another worker")
         perform(outcome.instructions, job=job, now=now)
     return job.state != state
+
+
+def _open_incident(job: Job, fault: Fault, now: float) -> None:
+    """A fault that ingest could not act on when its message came, for example while an older incident ended."""
+    with transaction.atomic():
+        row = open_or_join(
+            job,
+            generation=fault.generation,
+            rank=fault.rank,
+            sentence=fault.sentence,
+            fault_at=now if fault.at is None else fault.at,
+        )
+        ask_to_advance(incident=row.pk)
 
 
 def _says_nothing_new(job: Job, instruction: Instruction) -> bool:

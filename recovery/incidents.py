@@ -20,7 +20,7 @@ from recovery.store.timelines import append_entries
 from recovery.wakeup import announce, announce_change, ask_to_advance
 
 
-def open_or_join(job: Job, *, generation: int, rank: int, sentence: str, fault_at: float) -> IncidentRow:
+def open_or_join(job: Job, *, generation: int, rank: int | None, sentence: str, fault_at: float) -> IncidentRow:
     """Open the job's incident, or add the fact to the one that is open. Must run inside a transaction.
 
     A thousand copies of one fault become one incident: the database allows one open incident per job.
@@ -30,9 +30,9 @@ def open_or_join(job: Job, *, generation: int, rank: int, sentence: str, fault_a
     if row is not None:
         _add_fact(row, Entry(kind=EntryKind.FACT, at=fault_at, text=sentence, data={"rank": rank}))
         return row
-    drill = Drill.objects.filter(
-        job=job, generation_number=generation, rank=rank, ended=False, state__in=("armed", "applied")
-    ).first()
+    drills = Drill.objects.filter(job=job, generation_number=generation, ended=False, state__in=("armed", "applied"))
+    drill = None if rank is None else drills.filter(rank=rank).first()
+    lost = "a runner" if rank is None else f"rank {rank}"
     incident = Incident(
         id=fresh_id("inc"),
         job=job.id,
@@ -57,7 +57,7 @@ def open_or_join(job: Job, *, generation: int, rank: int, sentence: str, fault_a
         Entry(
             kind=EntryKind.STATE,
             at=now,
-            text=f"Opened: generation {generation} of job {job.name} lost rank {rank}.",
+            text=f"Opened: generation {generation} of job {job.name} lost {lost}.",
             data={"to": IncidentState.DETECTED.value, "generation": generation, "rank": rank},
         )
     ]

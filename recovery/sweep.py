@@ -47,7 +47,8 @@ def sweep() -> None:
     ends = [state.value for state in JOB_ENDS]
     for incident_id in IncidentRow.objects.filter(ended=False).values_list("pk", flat=True):
         _guarded("incident", incident_id)
-    for job_id in Job.objects.exclude(state__in=ends).values_list("pk", flat=True):
+    unsettled = ~Q(state__in=ends) | Q(claimed_nodes__isnull=False) | Q(generations__wanted__in=("prepare", "run"))
+    for job_id in Job.objects.filter(unsettled).distinct().values_list("pk", flat=True):
         _guarded("job", job_id)
     for drill_id in Drill.objects.filter(ended=False).values_list("pk", flat=True):
         _guarded("drill", drill_id)

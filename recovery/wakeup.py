@@ -8,6 +8,7 @@ from typing import Any
 
 import redis
 import redis.asyncio
+from celery import current_app
 from django.conf import settings
 from django.db import transaction
 
@@ -72,12 +73,11 @@ def ask_to_advance(*, incident: str | None = None, job: str | None = None) -> No
 
 
 def _enqueue(incident: str | None, job: str | None) -> None:
-    from recovery import tasks
-
+    name, argument = ("advance_incident", incident) if incident else ("advance_job", job)
     # Kombu tries for six seconds to reach a broker that is away; a ping fails at once.
     _shared_client().ping()
-    task, argument = (tasks.advance_incident, incident) if incident else (tasks.advance_job, job)
-    task.apply_async((argument,), retry=False, expires=30, ignore_result=True)
+    # By name: tasks import the engine, and everything that asks it to look again stands below it.
+    current_app.send_task(f"recovery.tasks.{name}", (argument,), retry=False, expires=30, ignore_result=True)
 
 
 def _quietly(function: Any, *arguments: Any) -> None:

@@ -45,6 +45,7 @@ class _Child:
     buffer: bytes = b""
     hello: asyncio.Event = field(default_factory=asyncio.Event)
     gone: asyncio.Event = field(default_factory=asyncio.Event)
+    started_at: float = field(default_factory=time.monotonic)
     silent_ticks: int = 0
 
 
@@ -58,6 +59,7 @@ class NvmlProbe:
         environment: Mapping[str, str] | None = None,
         deadline_s: float = 0.8,
         silent_ticks_limit: int = 10,
+        start_limit_s: float = 60.0,
         patience_s: float = 5.0,
         backoff_s: float = 1.0,
         backoff_cap_s: float = 60.0,
@@ -68,6 +70,7 @@ class NvmlProbe:
         self._environment = {name: source[name] for name in _ENVIRONMENT if name in source}
         self._deadline_s = deadline_s
         self._silent_ticks_limit = silent_ticks_limit
+        self._start_limit_s = start_limit_s
         self._patience_s = patience_s
         self._backoff_s = backoff_s
         self._backoff_cap_s = backoff_cap_s
@@ -109,9 +112,7 @@ class NvmlProbe:
             self._maybe_spawn()
         elif child.hello.is_set():
             await self._ask(child)
-        else:
-            child.silent_ticks += 1
-        if child is not None and child.silent_ticks >= self._silent_ticks_limit:
+        if child is not None and self._hangs(child):
             self._end(child, why="it has not answered")
         return [self._told(gpu) for gpu in self._gpus.values()]
 
@@ -120,6 +121,11 @@ class NvmlProbe:
             self._end(self._child, why="the agent ends")
         if self._ending:
             await self._ending
+
+    def _hangs(self, child: _Child) -> bool:
+        # A driver that initialises may take long, and must not be disturbed.
+        starting = not child.hello.is_set() and time.monotonic() - child.started_at > self._start_limit_s
+        return starting or child.silent_ticks >= self._silent_ticks_limit
 
     # --- asking ---
 

@@ -12,6 +12,7 @@ import hashlib
 import os
 import socket
 import stat
+import struct
 import tempfile
 import time
 from collections.abc import Callable
@@ -26,6 +27,8 @@ log = NodeLog(__name__)
 _LONGEST_PATH_BYTES = 100
 """The kernel's limit is 108 with the final zero."""
 _BATCH = 256
+_CREDENTIALS = struct.Struct("iII")
+_CREDENTIALS_SPACE = socket.CMSG_SPACE(_CREDENTIALS.size)
 _TELL_DROPPED_EVERY_S = 30.0
 
 
@@ -42,9 +45,12 @@ def socket_path(state_directory: Path) -> Path:
 
 
 class RankSocket:
-    """Receives datagrams and hands each valid one to `take`, which says whether the sender may say that."""
+    """Receives datagrams and hands each valid one to `take`, which says whether the sender may say that.
 
-    def __init__(self, path: Path, *, take: Callable[[Said], bool]) -> None:
+    `take` also gets the sender's user id, by the kernel's word.
+    """
+
+    def __init__(self, path: Path, *, take: Callable[[Said, int], bool]) -> None:
         self.path = path
         self.dropped = 0
         """Datagrams that were malformed or came from ranks that are none of this agent's."""
@@ -59,8 +65,9 @@ class RankSocket:
         try:
             _own_directory(self.path.parent)
             self.path.unlink(missing_ok=True)
+            receiver.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
             receiver.bind(str(self.path))
-            self.path.chmod(0o666)  # ranks may run as other users; what they say is checked
+            self.path.chmod(0o666)  # ranks may run as other users; who speaks, and what, is checked
             receiver.setblocking(False)
         except OSError as err:
             receiver.close()
@@ -85,15 +92,23 @@ class RankSocket:
         assert self._socket is not None
         for _ in range(limit):
             try:
-                raw = self._socket.recv(MAX_REPORT_BYTES + 1)
+                raw, ancillary, flags, _ = self._socket.recvmsg(MAX_REPORT_BYTES, _CREDENTIALS_SPACE)
             except BlockingIOError:
                 break
-            said = parse_report(raw)
-            if said is None or not self._take(said):
+            said = None if flags & socket.MSG_TRUNC else parse_report(raw)
+            if said is None or not self._take(said, _sender(ancillary)):
                 self.dropped += 1
         if self.dropped > self._told_dropped and time.monotonic() - self._told_at > _TELL_DROPPED_EVERY_S:
             log.warning("datagrams were dropped: malformed, or from ranks that do not run here", total=self.dropped)
             self._told_dropped, self._told_at = self.dropped, time.monotonic()
+
+
+def _sender(ancillary: list[tuple[int, int, bytes]]) -> int:
+    """User id of the sender, -1 if the kernel did not say (unix(7), SCM_CREDENTIALS: pid, uid, gid)."""
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS and len(data) >= _CREDENTIALS.size:
+            return int(_CREDENTIALS.unpack(data[: _CREDENTIALS.size])[1])
+    return -1
 
 
 def _own_directory(directory: Path) -> None:

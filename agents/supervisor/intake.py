@@ -18,7 +18,7 @@ from agents.sensors.rank_reports import FinishedSaid, RankReport, ResumedSaid, S
 
 FLUSH_AFTER_S = 0.2
 _LARGEST_BATCH = 500
-_MOST_WAITING = 5000
+_MOST_WAITING = 50_000
 
 
 @dataclass

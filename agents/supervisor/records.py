@@ -28,6 +28,8 @@ class RunRecord(Message, frozen=True):
     mark: str
     launch: LaunchSpec
     boot_id: str
+    uid: int
+    """Account of its ranks."""
     cgroup: str | None = None
     pid: int | None = None
     """The runner; None from just before its start to just after."""

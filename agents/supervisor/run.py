@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,6 +47,7 @@ RUNNER_PROTOCOL = 1
 _LOOK_AGAIN_S = 0.5
 """How often events are read without a poke; pokes may be lost."""
 _LOG_TAIL_BYTES = 1 << 20
+_LOG_SINCE_RESTART_BYTES = 8 << 20
 _REASONS = {"port_busy": PORT_BUSY, "rank_failed": "", "": ""}
 
 
@@ -145,6 +146,10 @@ class Run:
         """The runner has written events."""
         self._poked.set()
 
+    def may_speak(self, user: int) -> bool:
+        """Whether datagrams of this user can come from this run: it is the account of its ranks."""
+        return self._record is not None and user == self._record.uid
+
     def take(self, said: RankReport) -> bool:
         """A rank's report; False if no rank of this run may speak now."""
         return self.alive and self.intake.take(said)
@@ -184,6 +189,8 @@ class Run:
         self._group = None if record.cgroup is None else ControlGroup(Path(record.cgroup))
         self._runner = self._find_runner(record)
         log.info("run found again", alive=self._runner is not None, **self._fields)
+        # The logs before the first datagram: what was said while no agent listened stands in them only.
+        self._take_from_logs(self.ranks, size_bytes=_LOG_SINCE_RESTART_BYTES)
         self._tell(SeenPhase.RUNNING, detail="Found again after the agent's restart.")
         await self._follow()
 
@@ -293,6 +300,7 @@ class Run:
                 mark=self._mark,
                 launch=launch,
                 boot_id=place.boot_id,
+                uid=account.uid,
                 cgroup=None if self._group is None else str(self._group.path),
             )
         )
@@ -428,20 +436,23 @@ class Run:
         )
         self._place.progressed(self.job, self.generation, event.rank)
 
-    def _catch_up(self, ranks: range | list[int]) -> None:
+    def _catch_up(self, ranks: Iterable[int]) -> None:
         """Take what the ranks said but did not get through: first from the socket, then from their own logs."""
         self._place.drain()
-        for rank in ranks:
-            for said in reversed(self._unheard(rank)):
-                self.intake.take(said)
-        self.intake.flush()
+        self._take_from_logs(ranks, size_bytes=_LOG_TAIL_BYTES)
 
-    def _unheard(self, rank: int) -> list[RankReport]:
+    def _take_from_logs(self, ranks: Iterable[int], *, size_bytes: int) -> None:
+        for rank in ranks:
+            for said in reversed(self._unheard(rank, size_bytes=size_bytes)):
+                self.intake.take(said)
+            self.intake.flush()
+
+    def _unheard(self, rank: int, *, size_bytes: int) -> list[RankReport]:
         """The newest lines of a rank's log down to the last step that is known, newest first."""
         path = self._files.rank_log(rank)
         known = self.intake.progress.step.get(rank, 0)
         found: list[RankReport] = []
-        for line in reversed(LineTail(path, start=_tail_start(path, _LOG_TAIL_BYTES)).lines()):
+        for line in reversed(LineTail(path, start=_tail_start(path, size_bytes)).lines()):
             said = parse_log_line(line, job=self.job)
             if said is None or said.rank != rank or said.generation != self.generation:
                 continue

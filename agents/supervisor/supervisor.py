@@ -45,10 +45,10 @@ class Supervisor:
     def run(self, job: str, generation: int) -> Run | None:
         return self._runs.get((job, generation))
 
-    def take(self, said: Said) -> bool:
-        """Hand a datagram to the run that it is for; False if there is none that may say it."""
+    def take(self, said: Said, user: int) -> bool:
+        """Hand a datagram of a user to the run that it is for; False if he may not say it."""
         run = self._runs.get((said.job, said.generation))
-        if run is None:
+        if run is None or not run.may_speak(user):
             return False
         if isinstance(said, PokeSaid):
             run.poke()

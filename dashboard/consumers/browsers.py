@@ -33,8 +33,8 @@ CLOSE_SIGNED_OUT = 4401
 CLOSE_BAD_TOPICS = 4400
 
 
-class BrowserConsumer(AsyncConsumer):  # type: ignore[misc]
-    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+class BrowserConsumer(AsyncConsumer):
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:  # type: ignore[override]
         if (await receive())["type"] != "websocket.connect":
             return
         # Accepted first: a close before that reaches the page as "failed" without its code.
@@ -87,7 +87,7 @@ async def _tell(send: Any, feed: LiveFeed, subscription: Subscription) -> None:
 
 
 async def _until_signed_out(send: Any, session_key: str) -> None:
-    while await in_database_thread(_signed_in, session_key):
+    while await in_database_thread(_signed_in, session_key):  # noqa: ASYNC110 (only the database knows of a log-out)
         await asyncio.sleep(SESSION_CHECK_S)
     await send({"type": "websocket.close", "code": CLOSE_SIGNED_OUT, "reason": "The session has ended."})
 

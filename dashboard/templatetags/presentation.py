@@ -71,7 +71,7 @@ _DRILL = {
 }
 _VERDICT = {
     "bit-equal": Look("good", "check", "bit-equal", "Every replayed step is the same, bit by bit."),
-    "state-equal": Look("good", "check", "state-equal", "The restored state is what was saved; losses are in the band."),
+    "state-equal": Look("good", "check", "state-equal", "The restored state is what was saved."),
     "inconclusive": Look("warn", "question", "inconclusive", "There is too little to prove it either way."),
     "broken": Look("bad", "cross", "broken", "The training does not go on where it was."),
 }
@@ -279,4 +279,3 @@ def share(part: float | None, whole: float | None) -> int:
     if part is None or not whole:
         return 0
     return round(min(max(part / whole, 0.0), 1.0) * 100)
-

@@ -38,17 +38,18 @@ def drills(request: HttpRequest) -> HttpResponse:
     if request.method == "POST":
         return _trigger(request, _wish(request.POST.dict()))
     wish = _wish(request.GET.dict())
-    running = [job for job in queries.list_jobs() if job.state not in JOB_ENDS]
-    chosen = next((job for job in running if job.id == wish.job_id), next(iter(running), None))
+    live = [job for job in queries.list_jobs() if job.state not in JOB_ENDS]
+    steady = [job for job in live if job.state == JobState.RUNNING and job.open_incident is None]
+    chosen = next((job for job in live if job.id == wish.job_id), next(iter([*steady, *live]), None))
     past = queries.list_drills(limit=50)
     context = {
         "kinds": drill_commands.DRILL_KINDS.items(),
-        "jobs": running,
+        "jobs": live,
         "chosen": chosen,
         "ranks": _ranks(chosen) if chosen else (),
         "wish": wish,
         "node": dict(_ranks(chosen)).get(wish.rank) if chosen else None,
-        "ready": chosen is not None and chosen.state == JobState.RUNNING and chosen.open_incident is None,
+        "ready": chosen in steady,
         "drills": past,
         "under_way": [drill for drill in past if not drill.ended],
     }
@@ -68,7 +69,7 @@ def _trigger(request: HttpRequest, wish: Wish) -> HttpResponse:
         )
         messages.success(request, f"Drill {drill.id} is on its way to the node. It is listed below and updates itself.")
     except DrillRefused as refused:
-        messages.error(request, f"Refused by the guard \"{refused.guard}\": {refused}")
+        messages.error(request, f'Refused by the guard "{refused.guard}": {refused}')
     return redirect("drills")
 
 

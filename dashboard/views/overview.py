@@ -15,11 +15,11 @@ from recovery import queries
 @require_safe
 def overview(request: HttpRequest) -> HttpResponse:
     seen = queries.overview()
+    by_need = sorted(seen.open_incidents, key=lambda incident: not incident.needs_human)
     context = {
         "overview": seen,
-        "open": [(incident, progress_of(incident)) for incident in seen.open_incidents],
+        "open": [(incident, progress_of(incident)) for incident in by_need],
         "recent": queries.list_incidents(ended=True, limit=5),
-        "drills": queries.list_drills(limit=1),
         "jobs_count": sum(seen.jobs_by_state.values()),
         "nodes_count": sum(seen.nodes_by_state.values()),
         "broker_latency": broker_latency(),

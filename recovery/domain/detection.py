@@ -1,4 +1,4 @@
-"""Whether a job needs an incident: read from the job's state, so that a fault whose message came at a bad moment counts.
+"""Whether a job needs an incident: read from its state, so that a fault whose message came at a bad moment counts.
 
 Ingest opens an incident with the fact that tells of the death; the sweep asks here again, since a death may be stored
 while an older incident of the job ends, and since a runner may vanish without a word about its ranks.

@@ -257,6 +257,12 @@ def _may_run(job: str, generations: Sequence[GenerationView], number: int) -> It
             rule="run-what-was-prepared",
             sentence=f"{job}: run of generation {number}, which was wanted: {known[number].wanted.value}.",
         )
+    done = _steps_done(generation for generation in generations if generation.number < number)
+    if known[number].plan.parent is None and done:
+        yield Violation(
+            rule="no-silent-start",
+            sentence=f"{job}: generation {number} is to run from the beginning, but step {done} was reached before.",
+        )
     for older in generations:
         if older.number >= number or not older.run_ordered:
             continue
@@ -308,11 +314,11 @@ def _may_resume(
 ) -> Iterator[Violation]:
     where = f"Generation {plan.generation} of {plan.job}"
     if plan.parent is None:
-        done = [rank.last_step for g in generations if not g.broken_continuity for rank in g.ranks if rank.last_step]
+        done = _steps_done(generations)
         if done:
             yield Violation(
                 rule="no-silent-start",
-                sentence=f"{where} starts from the beginning, but step {max(done)} was reached before.",
+                sentence=f"{where} starts from the beginning, but step {done} was reached before.",
             )
         return
     if plan.parent not in checkpoints:
@@ -325,6 +331,13 @@ def _may_resume(
                 rule="parent-is-trusted",
                 sentence=f"{where} resumes from {plan.parent}, which descends from generation {ancestor.number}, "
                 "whose continuity is broken.",
+            )
+        lost = _not_restored(ancestor)
+        if lost:
+            yield Violation(
+                rule="parent-is-trusted",
+                sentence=f"{where} resumes from {plan.parent}, which descends from generation {ancestor.number}, "
+                f"where {lost}.",
             )
     later = _sound_and_trained(generations)
     if not later:
@@ -347,6 +360,19 @@ def _may_resume(
 
 
 # --- Words and small readings -------------------------------------------------------------------------------------
+
+
+def _steps_done(generations: Iterable[GenerationView]) -> int:
+    return max((rank.last_step or 0 for g in generations if not g.broken_continuity for rank in g.ranks), default=0)
+
+
+def _not_restored(generation: GenerationView) -> str:
+    """What the digests say was not restored in a generation; empty if all was."""
+    for rank in generation.ranks:
+        for part in rank.saved_digest:
+            if rank.live_digest.get(part) != rank.saved_digest[part]:
+                return f"rank {rank.rank} did not restore the {part}"
+    return ""
 
 
 def _numbered(number: int, generations: Sequence[GenerationView]) -> GenerationView | None:

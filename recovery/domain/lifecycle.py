@@ -16,7 +16,7 @@ from recovery.domain.instructions import (
     RunPlan,
     StopGeneration,
 )
-from recovery.domain.lineage import NoCheckpoint, choose_parent, reached_step
+from recovery.domain.lineage import NoCheckpoint, ParentChoice, choose_parent, reached_step
 from recovery.domain.placement import NoCapacity, choose_nodes, lost_nodes
 from recovery.domain.plan import RecoveryPlan
 from recovery.domain.rollout import endpoint_port, fingerprint_difference
@@ -61,11 +61,7 @@ def _stop(situation: Situation) -> JobOutcome:
 def _place(situation: Situation, now: float) -> JobOutcome:
     """Plan a launch. A former one that was given up may have trained, unseen: then this one goes on from there."""
     job = situation.job
-    parent = choose_parent(
-        generations=situation.generations,
-        checkpoints=situation.checkpoints,
-        reached_step=reached_step(situation.generations),
-    )
+    parent = _parent(situation)
     if isinstance(parent, NoCheckpoint):
         return _wait_for_checkpoint(situation, parent, now)
     placed = choose_nodes(
@@ -87,6 +83,14 @@ def _place(situation: Situation, now: float) -> JobOutcome:
         placement_reason=placed.reason,
     )
     return JobOutcome(instructions=(PreparePlan(plan=plan), MarkJob(job=job.id, state=JobState.PLACING)))
+
+
+def _parent(situation: Situation) -> ParentChoice | NoCheckpoint:
+    return choose_parent(
+        generations=situation.generations,
+        checkpoints=situation.checkpoints,
+        reached_step=reached_step(situation.generations),
+    )
 
 
 def _wait_for_checkpoint(situation: Situation, missing: NoCheckpoint, now: float) -> JobOutcome:
@@ -112,6 +116,11 @@ def _prepare(situation: Situation, now: float) -> JobOutcome:
     if blind or not generation.prepared or situation.unfenced_before(generation.number):
         overdue = now - situation.job.state_since > situation.policy.placing_s
         return _launch_failed(situation, "its nodes did not prepare in time") if overdue else JobOutcome()
+    best = _parent(situation)
+    if isinstance(best, NoCheckpoint) or best.parent != generation.plan.parent:
+        why = "A former launch had trained more than was known. Planning again."
+        mark = MarkJob(job=situation.job.id, state=JobState.PENDING, reason=why)
+        return JobOutcome(instructions=(*_stops(situation), mark))
     difference = fingerprint_difference(generation.shares)
     if difference:
         return _launch_failed(situation, f"the nodes do not agree on the job: {difference}")

@@ -11,10 +11,10 @@ from recovery.errors import NotFound
 from recovery.models import IncidentRow, Job, Node
 from recovery.queries.incidents import IncidentSummary, summarize_incidents
 from recovery.queries.moment import moment
+from recovery.store.situations import LOST_AFTER_S
 
-CONTACT_LIMIT_S = 15.0
-"""Without a word from its agent for longer, a node is unknown. Heartbeats come each second and `last_heard_at` is
-written every few seconds; 15 s is three lost writes."""
+CONTACT_LIMIT_S = LOST_AFTER_S
+"""A node that was not heard for this long is shown as unknown, as decisions take it."""
 
 STALE_GPU_S = 10.0
 """GPU values older than this are shown as old; samples come each second."""
@@ -139,7 +139,7 @@ def state_of(node: Node, now: float) -> tuple[NodeState, float | None, str]:
         return NodeState.UNKNOWN, node.last_heard_at, "Its credential is revoked."
     if not node.session:
         return NodeState.UNKNOWN, node.last_heard_at, "No connection from its agent."
-    if now - node.last_heard_at > CONTACT_LIMIT_S:
+    if now - node.last_heard_at > LOST_AFTER_S:
         return NodeState.UNKNOWN, node.last_heard_at, "Its agent's connection is silent."
     if node.unhealthy_reason:
         return NodeState.UNHEALTHY, node.connected_since, node.unhealthy_reason

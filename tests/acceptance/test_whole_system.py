@@ -91,8 +91,8 @@ def test_a_job_that_ends_by_itself_has_succeeded_without_an_incident(idle: Runni
 
 def test_an_exit_with_code_0_before_the_last_step_opens_an_incident(idle: RunningSystem) -> None:
     job = submit_short_job(idle, "--steps", "10", "--leave-at", "5")
-    found = idle.wait_until(lambda: idle.rest.items(f"incidents?job={job['id']}"), what="an incident", limit_s=60)
-    assert found[0]["cause"]["kind"] == "early_exit", found
+    cause = idle.wait_until(lambda: first_cause(idle, job["id"]), what="an incident and its cause", limit_s=60)
+    assert cause["kind"] == "early_exit", cause
     stop_all_jobs(idle)
     assert idle.rest.get(f"jobs/{job['id']}")["state"] != "succeeded"
 
@@ -114,6 +114,11 @@ def submit_short_job(system: RunningSystem, *arguments: str) -> dict[str, Any]:
 def job_if_ended(system: RunningSystem, job: str) -> dict[str, Any] | None:
     found: dict[str, Any] = system.rest.get(f"jobs/{job}")
     return found if found["ended_at"] else None
+
+
+def first_cause(system: RunningSystem, job: str) -> dict[str, Any] | None:
+    incidents = system.rest.items(f"incidents?job={job}")
+    return incidents[0]["cause"] if incidents else None
 
 
 def stop_all_jobs(system: RunningSystem) -> None:

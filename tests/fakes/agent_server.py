@@ -8,10 +8,13 @@ import json
 import time
 from collections.abc import Callable, Sequence
 
-from websockets.frames import OP_BINARY, OP_CLOSE
+from websockets.frames import Opcode
 from websockets.http11 import Request
+from websockets.protocol import State
 from websockets.server import ServerProtocol
 
+from agents.protocol.codec import encode_frame
+from agents.protocol.errors import ProtocolError
 from agents.protocol.messages import (
     Ack,
     Assignment,
@@ -26,8 +29,6 @@ from agents.protocol.messages import (
     SeenPhase,
     Welcome,
 )
-from agents.protocol.codec import encode_frame
-from agents.protocol.errors import ProtocolError
 from agents.protocol.session import ServerSession
 
 JOIN_TOKEN = "a-join-token"
@@ -165,9 +166,9 @@ class FakeAgentServer:
                         protocol.send_response(protocol.reject(401, "unknown credential"))
                     else:
                         protocol.send_response(protocol.accept(event))
-                elif event.opcode is OP_BINARY:
+                elif event.opcode is Opcode.BINARY:
                     self._hear(writer, protocol, session, event.data)
-                elif event.opcode is OP_CLOSE:
+                elif event.opcode is Opcode.CLOSE:
                     self._connections.pop(writer, None)
             self._flush(writer, protocol)
             chunk = await reader.read(1 << 16)
@@ -178,7 +179,9 @@ class FakeAgentServer:
     def _knows(self, authorization: str) -> bool:
         return authorization.removeprefix("Bearer ") in self.credentials.values()
 
-    def _hear(self, writer: asyncio.StreamWriter, protocol: ServerProtocol, session: ServerSession, frame: bytes) -> None:
+    def _hear(
+        self, writer: asyncio.StreamWriter, protocol: ServerProtocol, session: ServerSession, frame: bytes
+    ) -> None:
         try:
             taken = session.receive(frame)
         except ProtocolError as err:
@@ -209,7 +212,9 @@ class FakeAgentServer:
                     self._stored[outbox] = seq
                     self._send(writer, protocol, encode_frame(Ack(through=seq)))
 
-    def _greet(self, writer: asyncio.StreamWriter, protocol: ServerProtocol, session: ServerSession, hello: Hello) -> None:
+    def _greet(
+        self, writer: asyncio.StreamWriter, protocol: ServerProtocol, session: ServerSession, hello: Hello
+    ) -> None:
         self.hellos.append(hello)
         if self.refuse_with is not None:
             protocol.send_close(self.refuse_with, "the test says so")
@@ -230,6 +235,8 @@ class FakeAgentServer:
             self._send(writer, protocol, encode_frame(self.current_order()))
 
     def _send(self, writer: asyncio.StreamWriter, protocol: ServerProtocol, frame: bytes) -> None:
+        if protocol.state is not State.OPEN or writer.is_closing():
+            return
         protocol.send_binary(frame)
         self._flush(writer, protocol)
 

@@ -2,11 +2,13 @@
 
     python tests/fakes/shown_fleet.py seed            users, nodes, jobs, incidents, drills; prints their ids as JSON
     python tests/fakes/shown_fleet.py tell INC COUNT  adds entries to an incident's timeline and announces each
-    python tests/fakes/shown_fleet.py step JOB COUNT  adds training steps to a job's newest generation and announces them
+    python tests/fakes/shown_fleet.py step JOB COUNT  adds steps to a job's newest generation and announces them
     python tests/fakes/shown_fleet.py recover INC     ends an open incident with a receipt
 
 The values are those of a small GPT on simulated GPUs; the loss is a formula of the step, so that a replay is bit-equal.
 """
+
+# ruff: noqa: E402 (Django must be set up before models can be imported)
 
 from __future__ import annotations
 
@@ -84,15 +86,13 @@ def seed() -> dict[str, str]:
 
 
 def _nodes(now: float) -> dict[str, Node]:
-    def node(name: str, rack: str, gpu_count: int, *, seen: int | None = None, age_s: float = -FRESH_S, **more: Any) -> Node:
+    def node(
+        name: str, rack: str, gpu_count: int, *, seen: int | None = None, age_s: float = -FRESH_S, **more: Any
+    ) -> Node:
         number = int(name[-2:])
-        return Node.objects.create(
-            name=name,
-            address=f"10.20.{number // 4}.{10 + number}",
-            joined_at=now - 86_400 * 12,
-            agent_version="0.1.0",
-            boot_id=f"boot-{name}",
-            facts={
+        usual: dict[str, Any] = {
+            "agent_version": "0.1.0",
+            "facts": {
                 "hostname": f"{name}.train.example",
                 "rack": rack,
                 "cpu_count": 192,
@@ -101,16 +101,20 @@ def _nodes(now: float) -> dict[str, Node]:
                 "gpu_model": "NVIDIA H200",
                 "slots": gpu_count,
             },
-            **{
-                "session": f"ses-{name}",
-                "connected_since": now - 5 * 3600,
-                "last_heard_at": now - age_s,
-                "revision": 41,
-                "seen_revision": 41,
-                "gpus_at": now - age_s,
-                "gpus": [_gpu(number, index, now - age_s) for index in range(gpu_count if seen is None else seen)],
-            }
-            | more,
+            "session": f"ses-{name}",
+            "connected_since": now - 5 * 3600,
+            "last_heard_at": now - age_s,
+            "revision": 41,
+            "seen_revision": 41,
+            "gpus_at": now - age_s,
+            "gpus": [_gpu(number, index, now - age_s) for index in range(gpu_count if seen is None else seen)],
+        }
+        return Node.objects.create(
+            name=name,
+            address=f"10.20.{number // 4}.{10 + number}",
+            joined_at=now - 86_400 * 12,
+            boot_id=f"boot-{name}",
+            **usual | more,
         )
 
     return {
@@ -123,9 +127,21 @@ def _nodes(now: float) -> dict[str, Node]:
             node("gpu-05", "r2", 4, age_s=252.0, session=""),
             node("gpu-06", "r2", 8, seen=7, unhealthy_reason="NVML sees 7 GPUs, expected 8; see runbook missing-gpu."),
             node("gpu-07", "r3", 4, cordoned=True),
-            node("gpu-08", "r3", 4, last_heard_at=None, session="", gpus=[], gpus_at=None, connected_since=None),
+            node(
+                "gpu-08",
+                "r3",
+                4,
+                last_heard_at=None,
+                session="",
+                gpus=[],
+                gpus_at=None,
+                connected_since=None,
+                facts={},
+                agent_version="",
+            ),
             node("gpu-09", "r3", 4),
-            node("gpu-10", "r3", 4, revision=44, seen_revision=43),
+            node("gpu-10", "r3", 4),
+            node("gpu-11", "r1", 4, revision=44, seen_revision=43),
         )
     }
 
@@ -325,7 +341,7 @@ def _receipt(incident: IncidentRow, plan: RecoveryPlan, fault_at: float) -> Rece
         verdict=Verdict(
             kind=VerdictKind.BIT_EQUAL,
             findings=(
-                "The restored model, optimizer, rng, sampler and scheduler are what the checkpoint holds, on every rank.",
+                "The restored model, optimizer, rng, sampler and scheduler are what the checkpoint holds.",
                 f"{lost} replayed steps are bit-equal on every rank.",
             ),
             steps_compared=lost,
@@ -349,7 +365,7 @@ def _receipt(incident: IncidentRow, plan: RecoveryPlan, fault_at: float) -> Rece
         total_s=15.2,
         attempts=0,
         fences=tuple(
-            FenceProof(node=node, kind=ProofKind.CGROUP_EMPTY, at=fault_at + 0.4, evidence="cgroup is empty: populated 0")
+            FenceProof(node=node, kind=ProofKind.CGROUP_EMPTY, at=fault_at + 0.4, evidence="cgroup: populated 0")
             for node in plan.nodes
         ),
         issued_at=fault_at + 15.2,
@@ -375,7 +391,7 @@ def _incident(
     incident = Incident(
         id=incident_id,
         job=job.id,
-        broken_generation=plan.generation - 1 if plan else 1,
+        broken_generation=1,
         state=state,
         opened_at=opened_at,
         fault_at=fault_at,
@@ -445,6 +461,7 @@ def _escalated_job(nodes: dict[str, Node], now: float) -> str:
     job = _job("job_5b9c3d7f2ghk", "bert-large-finetune", "recovering", now, generation=3, last_step=402,
                started_at=now - 7000)  # fmt: skip
     pair = [nodes["gpu-09"], nodes["gpu-10"]]
+    Node.objects.filter(name__in=("gpu-09", "gpu-10")).update(claimed_by=job)
     fault_at = now - 1900
     _generation(job, 1, pair, now, parent=None, steps=range(1, 412), stopped_at=fault_at, started_at=fault_at - 200)
     parent = CheckpointRef(generation=1, step=400)
@@ -466,7 +483,12 @@ def _escalated_job(nodes: dict[str, Node], now: float) -> str:
         (EntryKind.STATE, 0.9, "Every old node is fenced; choosing and preparing nodes.", "placing"),
         (EntryKind.STATE, 3.0, "Both nodes are prepared; launching generation 2.", "launching"),
         (EntryKind.STATE, 8.1, "Both ranks have made a step; comparing the replay.", "verifying"),
-        (EntryKind.FAULT, 9.0, "Rank 0: the optimizer was not restored: its state is not what the checkpoint holds.", ""),
+        (
+            EntryKind.FAULT,
+            9.0,
+            "Rank 0: the optimizer was not restored to what the checkpoint holds.",
+            "",
+        ),
         (EntryKind.STATE, 9.2, "Rolling back further, to step 380 of generation 1.", "stopping"),
         (EntryKind.STATE, 42.0, "Every old node is fenced; choosing and preparing nodes.", "placing"),
         (EntryKind.STATE, 45.0, "Both nodes are prepared; launching generation 3.", "launching"),
@@ -521,9 +543,9 @@ def _drill(drill_id: str, job: Job, node: Node, now: float, **more: Any) -> Dril
 
 
 def tell(incident_id: str, count: int) -> None:
-    """Each entry in a transaction of its own, as facts come in."""
-    for index in range(count):
-        with transaction.atomic():
+    """A burst: all entries at once, each with an announcement of its own."""
+    with transaction.atomic():
+        for index in range(count):
             entry = Entry(kind=EntryKind.FACT, at=time.time(), text=f"Told entry {index + 1} of {count}.")
             announce(f"incident:{incident_id}", append_entries(incident_id, [entry]))
 

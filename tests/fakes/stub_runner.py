@@ -1,8 +1,8 @@
 """A runner and its ranks without torch: keeps the contract of `launch.json`, `events.jsonl` and the ranks' datagrams.
 
-What the ranks do is chosen by the job's environment: STUB_STEPS (end well after that many), STUB_STEP_S (seconds per
-step), STUB_SAVE_EVERY, STUB_GHOST (a file: a grandchild that nothing gentle ends writes its process id there), STUB_EXIT
-(code of rank 0 after three steps), STUB_MUTE (rank 0 sends nothing, it only logs).
+What the ranks do is chosen by the job's environment: STUB_STEPS (end well after that many), STUB_STEP_S (seconds for
+each step), STUB_SAVE_EVERY, STUB_GHOST (a file: a grandchild that nothing gentle ends writes its process id there),
+STUB_EXIT (code of rank 0 after three steps), STUB_MUTE (rank 0 sends nothing, it only logs).
 """
 
 import json

@@ -152,6 +152,9 @@ def test_job_that_ends_by_itself_succeeds_without_incident_when_one_rank_ends_fi
     job.refresh_from_db()
     assert job.state == "succeeded"
     assert not IncidentRow.objects.exists()
+    assert Node.objects.filter(claimed_by=job).exists()
+    fleet.report("gpu-02", 1, row.plan_id, SeenPhase.STOPPED)
+    advance(job)
     assert not Node.objects.filter(claimed_by=job).exists()
 
 

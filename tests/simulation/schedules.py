@@ -74,7 +74,7 @@ class Schedule:
         return "\n".join(lines)
 
 
-_STATES = ("stopping", "placing", "launching", "verifying", "detected")
+_STATES = ("detected", "stopping", "placing", "launching", "verifying", "recovered")
 _SIGNALS = (9, 9, 9, 11, 6, 15)
 _CODES = (1, 7, 0)
 
@@ -93,7 +93,7 @@ class _Draft:
         at = rng.uniform(3.0, 50.0)
         world_size = job.node_count * job.ranks_per_node
         rank = rng.randrange(world_size)
-        when = rng.choice(_STATES) if rng.random() < 0.45 else ""
+        when = rng.choice(("", "", "about to be ")) + rng.choice(_STATES) if rng.random() < 0.5 else ""
         match kind:
             case "kill_rank":
                 self._put(kind, at=at, job=job.id, rank=rank, value=rng.choice(_SIGNALS), when=when)
@@ -104,7 +104,24 @@ class _Draft:
                     self._put("kill_rank", at=at, job=job.id, rank=rng.randrange(world_size), value=9, when=when)
             case "kill_twice":
                 self._put("kill_rank", at=at, job=job.id, rank=rank, value=9)
-                self._put("kill_rank", at=at, job=job.id, rank=rng.randrange(world_size), value=9, when=when or "launching")
+                self._put(
+                    "kill_rank", at=at, job=job.id, rank=rng.randrange(world_size), value=9, when=when or "launching"
+                )
+            case "kill_in_between":
+                # The second death is stored after a worker has looked and before it saves what it decided.
+                state = rng.choice(("placing", "launching", "verifying", "recovered", "recovered"))
+                self._put("kill_rank", at=at, job=job.id, rank=rank, value=9)
+                self._put("kill_rank", at=at, job=job.id, rank=rank, value=9, when=f"about to be {state}")
+            case "blind_launch":
+                # Nobody hears what the ranks do, so that their launch is given up though they train.
+                self._put("lose_contact", at=0.0, job=job.id, node=node, seconds=40.0, when="launching")
+            case "break_and_kill":
+                part = rng.choice(("optimizer", "model"))
+                self._put("break_continuity", at=at, job=job.id, text=part, value=1)
+                self._put("kill_rank", at=at, job=job.id, rank=rank, value=9)
+                self._put(
+                    "kill_rank", at=at, job=job.id, rank=rank, value=9, when=rng.choice(("launching", "verifying"))
+                )
             case "lose_contact" | "restart_agent" | "reboot" | "stuck_stop" | "unhealthy" | "cordon" | "slow_prepare":
                 seconds = rng.choice((0.5, 2.0, 6.0, 14.0, 40.0))
                 self._put(kind, at=at, job=job.id, node=node, seconds=seconds, when=when)
@@ -139,7 +156,7 @@ class _Draft:
 
 
 _KINDS = {
-    "kill_rank": 14, "exit_rank": 6, "kill_two_ranks": 4, "kill_twice": 8, "lose_contact": 6, "restart_agent": 3,
+    "kill_rank": 14, "exit_rank": 6, "kill_two_ranks": 4, "kill_twice": 8, "kill_in_between": 5, "blind_launch": 2, "break_and_kill": 2, "lose_contact": 6, "restart_agent": 3,
     "reboot": 3, "stuck_stop": 2, "unhealthy": 4, "cordon": 2, "slow_prepare": 2, "prepare_fails": 4,
     "refuse_policy": 1, "busy_port": 4, "silent_runner": 2, "runner_dies": 3, "worker_dies_before_save": 4,
     "worker_dies_after_save": 4, "repeat_advance": 4, "command": 8, "stop_job": 3, "crash_at_step": 3,

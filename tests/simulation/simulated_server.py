@@ -163,14 +163,16 @@ class JobRow:
 
 @dataclass
 class SimulatedServer:
-    """`announce` tells the world of a state that a job or incident entered; `push` sends a node its orders."""
+    """`announce` tells the world of a state that a job or incident enters, and answers whether something waited for it;
+    `push` sends a node its orders.
+    """
 
     time: VirtualTime
     rng: random.Random
     noise: float
     plant: str
     report: Callable[[Violation], None]
-    announce: Callable[[str, str], None]
+    announce: Callable[[str, str], bool]
     push: Callable[[str], None]
     nodes: dict[str, NodeRow] = field(default_factory=dict)
     jobs: dict[str, JobRow] = field(default_factory=dict)
@@ -218,11 +220,9 @@ class SimulatedServer:
                 state_since=job.state_since,
             ),
             fleet=self.fleet(),
-            generations=tuple(self._seen(generation) for generation in job.generations.values()),
+            generations=tuple(self._seen(generation, row) for generation in job.generations.values()),
             checkpoints=tuple(job.checkpoints),
-            fresh=FreshIds(
-                plan_id=f"plan-{self._plans}", run_id=f"run-{self._plans}", generation=job.generation + 1
-            ),
+            fresh=FreshIds(plan_id=f"plan-{self._plans}", run_id=f"run-{self._plans}", generation=job.generation + 1),
             policy=POLICY,
             command=row.command if row else None,
         )
@@ -233,8 +233,9 @@ class SimulatedServer:
         verdict, caught_up_at = self._judge(job, row.incident, new)
         return replace(situation, verdict=verdict, caught_up_at=caught_up_at)
 
-    def _seen(self, row: GenerationRow) -> GenerationView:
-        return NeverFenced(**vars(row.view())) if self.plant == "no-fence" else row.view()
+    def _seen(self, generation: GenerationRow, incident: IncidentRow | None) -> GenerationView:
+        view = generation.view()
+        return NeverFenced(**vars(view)) if self.plant == "no-fence" and incident is not None else view
 
     def _judge(self, job: JobRow, incident: Incident, new: GenerationRow) -> tuple[Verdict, float | None]:
         parent_step = new.plan.parent.step if new.plan.parent else 0
@@ -261,14 +262,15 @@ class SimulatedServer:
     def advance(self, job_id: str) -> None:
         """Decide now and save now, or a little later where the worker is slow; then go on while there is more to do."""
         for _ in range(MAX_TRANSITIONS):
-            if self.noise and self.rng.random() < 0.15 * self.noise:
-                save = self._decide(self.jobs[job_id])
-                if save is not None:
-                    self.time.after(self.rng.uniform(0.05, 2.0), lambda: self._save_late(job_id, save))
+            decided = self._decide(self.jobs[job_id])
+            if decided is None:
                 return
-            save = self._decide(self.jobs[job_id])
+            save, late = decided
+            if late or (self.noise and self.rng.random() < 0.15 * self.noise):
+                self.time.after(self.rng.uniform(0.05, 2.0), lambda: self._save_late(job_id, save))
+                return
             try:
-                if save is None or not save():
+                if not save():
                     return
             except Conflict:
                 continue
@@ -281,12 +283,15 @@ class SimulatedServer:
         if more:
             self.advance(job_id)
 
-    def _decide(self, job: JobRow) -> Callable[[], bool] | None:
-        """What to save, as a function that saves it and says whether to go on; None if there is nothing to do."""
+    def _decide(self, job: JobRow) -> tuple[Callable[[], bool], bool] | None:
+        """What to save, as a function that saves it and says whether to go on, and whether something comes in between.
+
+        None if there is nothing to do.
+        """
         row = job.open_incident
         return self._decide_incident(job, row) if row else self._decide_job(job)
 
-    def _decide_incident(self, job: JobRow, row: IncidentRow) -> Callable[[], bool] | None:
+    def _decide_incident(self, job: JobRow, row: IncidentRow) -> tuple[Callable[[], bool], bool] | None:
         self.decisions += 1
         now = self.time.now
         situation = self.situation(job, row)
@@ -298,7 +303,8 @@ class SimulatedServer:
             return None
         version = row.version
         row.attempts += 1
-        return lambda: self._save_incident(job, row, version, outcome)
+        late = self.announce(job.id, f"about to be {outcome.incident.state.value}")
+        return lambda: self._save_incident(job, row, version, outcome), late
 
     def _save_incident(self, job: JobRow, row: IncidentRow, version: int, outcome: Outcome) -> bool:
         if self._worker_dies(job.id, before_save=True):
@@ -315,7 +321,7 @@ class SimulatedServer:
             self.announce(job.id, outcome.incident.state.value)
         return not self._worker_dies(job.id, before_save=False)
 
-    def _decide_job(self, job: JobRow) -> Callable[[], bool] | None:
+    def _decide_job(self, job: JobRow) -> tuple[Callable[[], bool], bool] | None:
         self.decisions += 1
         situation = self.situation(job, None)
         outcome = step_job(situation, self.time.now)
@@ -326,10 +332,12 @@ class SimulatedServer:
             fault = find_fault(situation)
             if fault is not None:
                 self._open(job, fault)
-                return lambda: True
+                return lambda: True, False
             return None
         version = job.version
-        return lambda: self._save_job(job, version, outcome)
+        marks = [instruction.state.value for instruction in outcome.instructions if isinstance(instruction, MarkJob)]
+        late = any(self.announce(job.id, f"about to be {state}") for state in marks)
+        return lambda: self._save_job(job, version, outcome), late
 
     def _save_job(self, job: JobRow, version: int, outcome: JobOutcome) -> bool:
         if self._worker_dies(job.id, before_save=True):
@@ -474,9 +482,7 @@ class SimulatedServer:
         if row is not None:
             row.version += 1
             return
-        fault = Fault(
-            generation=generation.plan.generation, rank=view.rank, at=view.exited_at, sentence="a rank died"
-        )
+        fault = Fault(generation=generation.plan.generation, rank=view.rank, at=view.exited_at, sentence="a rank died")
         self._open(job, fault)
 
     def _open(self, job: JobRow, fault: Fault) -> None:

@@ -209,11 +209,14 @@ class SimulatedWorld:
         else:
             self._apply(event)
 
-    def _entered(self, job: str, state: str) -> None:
-        """A job or its incident has entered a state: what waits for that happens a moment later."""
-        for event in [event for event in self.armed if event.job == job and event.when == state]:
+    def _entered(self, job: str, state: str) -> bool:
+        """A job or its incident enters a state: what waits for that happens a moment later. Whether anything did."""
+        waiting = [event for event in self.armed if event.job == job and event.when == state]
+        delays = (0.0, 0.01) if state.startswith("about to be") else (0.0, 0.01, 0.2, 1.0)
+        for event in waiting:
             self.armed.remove(event)
-            self.time.after(self.rng.choice((0.0, 0.01, 0.2, 1.0)), lambda event=event: self._apply(event))  # type: ignore[misc]
+            self.time.after(self.rng.choice(delays), lambda event=event: self._apply(event))  # type: ignore[misc]
+        return bool(waiting)
 
     def _apply(self, event: Event) -> None:
         if self.calm:

@@ -27,7 +27,8 @@ def main() -> int:
     bug = os.environ.get("BUG", "")
     if bug not in ("", "ghost", *FORGETTABLE):
         return _finish({}, [f"BUG={bug} is unknown: use one of {', '.join((*FORGETTABLE, 'ghost'))}."])
-    script = ["--forget", bug] if bug in FORGETTABLE else ["--leave-child"] if bug == "ghost" else []
+    # Ranks always leave a child behind, forked twice and in a session of its own: a stop must find it, too.
+    script = ["--leave-child", *(["--forget", bug] if bug in FORGETTABLE else [])]
     _progress("Starting the system on free ports ...")
     system = RunningSystem(
         script=script,
@@ -50,7 +51,8 @@ def main() -> int:
 
 def _drill(system: RunningSystem, witness: Witness, result: dict[str, Any]) -> list[str]:
     """One drill from the order to the receipt. Fills `result`; returns what is wrong."""
-    job = steady_job(system)
+    # With an older checkpoint beneath it, broken continuity is rolled back once, is broken again, and pages a person.
+    job = steady_job(system, least_saved_step=25)
     _progress(f"Job {job['id']} is at step {job['last_step']}; ordering a drill ...")
     body = {
         "kind": "kill-rank",
@@ -120,11 +122,10 @@ def _judge(
         errors.append(f"Rank {found.killed_rank} died first, the drill was to kill rank {drill['rank']}.")
     if incident["receipt"]:
         errors += disagreements(found, incident["receipt"])
-        errors += [] if found.continuity == "bit-equal" else incident["receipt"]["verdict"]["findings"]
     else:
         errors.append("The incident has no receipt.")
     if incident["state"] != "recovered":
-        errors.append(f"The incident is {incident['state']}, not recovered.")
+        errors.append(f"The incident is {incident['state']}, not recovered. {incident['escalation']}")
     if drill["state"] != "passed":
         errors.append(f"The drill is {drill['state']}: {'; '.join(drill['result'].get('reasons', []))}")
     if found.steps_compared < 5:

@@ -129,7 +129,7 @@ class RunningSystem:
         return "Everstep is running." in self._log.read_text(errors="replace")
 
 
-def steady_job(system: RunningSystem, *, steps_beyond: int = 1) -> dict[str, Any]:
+def steady_job(system: RunningSystem, *, least_saved_step: int = 1, steps_beyond: int = 1) -> dict[str, Any]:
     """The running job, once it has saved in its newest generation and gone on a little. Steps are not in a hurry."""
 
     def trained() -> dict[str, Any] | None:
@@ -137,7 +137,7 @@ def steady_job(system: RunningSystem, *, steps_beyond: int = 1) -> dict[str, Any
             for known in system.rest.items("jobs?state=running"):
                 job: dict[str, Any] = system.rest.get(f"jobs/{known['id']}")
                 saved = job["last_checkpoint"]
-                is_fresh = bool(saved) and saved["generation"] == job["generation"]
+                is_fresh = saved and saved["generation"] == job["generation"] and saved["step"] >= least_saved_step
                 if is_fresh and not job["open_incident"] and job["last_step"] >= saved["step"] + steps_beyond:
                     return job
         except (OSError, RestError):

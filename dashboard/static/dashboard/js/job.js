@@ -80,6 +80,8 @@ function drawMarks(chart) {
     ctx.lineTo(x + 4 * scale, y);
     ctx.fill();
   }
+  ctx.textAlign = "left";
+  ctx.textBaseline = "alphabetic";
   ctx.font = `600 ${11 * scale}px "Inter Variable", sans-serif`;
   ctx.strokeStyle = ctx.fillStyle = colour("--bad");
   ctx.lineWidth = 1.5 * scale;
@@ -111,7 +113,7 @@ function options(box, { height, write, series, hooks }) {
     scales: { x: { time: false } },
     axes: [
       { ...axis, values: (_, splits) => splits.map((step) => (Number.isInteger(step) ? step.toLocaleString("en") : "")) },
-      { ...axis, size: 64, values: (_, splits) => splits.map((value) => write(value)) },
+      { ...axis, size: 64, space: 26, values: (_, splits) => splits.map((value) => write(value)) },
     ],
     cursor: { sync: { key: "steps" }, drag: { x: true, y: false } },
     legend: { live: true },

