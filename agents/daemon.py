@@ -139,6 +139,8 @@ class Daemon:
         await self.supervisor.close()
         self._ranks.close()
         await self._sensor.close()
+        if self._groups is not None:
+            self._groups.leave()
 
     async def _obtain_credential(self) -> None:
         attempt = 0

@@ -124,7 +124,7 @@ class Link:
                 compression=None,
                 proxy=None,
                 open_timeout=_OPEN_LIMIT_S,
-                close_timeout=2.0,
+                close_timeout=0.5,
                 ping_interval=None,
                 max_size=MAX_FRAME_BYTES,
             ) as websocket:

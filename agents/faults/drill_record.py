@@ -52,6 +52,7 @@ class DrillStore:
     def __init__(self, state_directory: Path) -> None:
         self._path = state_directory / "drills.json"
         self._drills: dict[str, DrillRecord] = {}
+        self._armed: list[DrillRecord] = []
 
     def load(self) -> None:
         """Read what an earlier life knew. Raises `StateUnusable`: without it, a fault could come twice."""
@@ -61,7 +62,7 @@ class DrillStore:
             raise StateUnusable(
                 f"{self._path} is damaged ({err}). Stop what runs on this node, then remove it."
             ) from err
-        self._drills = {record.drill: record for record in records}
+        self._keep({record.drill: record for record in records})
 
     def get(self, drill: str) -> DrillRecord | None:
         return self._drills.get(drill)
@@ -76,4 +77,13 @@ class DrillStore:
             # Only what its own deadline forbids anyway may be forgotten.
             drills = {name: known for name, known in drills.items() if record.at - known.not_after < _FORGET_AFTER_S}
         write_json(self._path, [msgspec.to_builtins(known) for known in drills.values()])
+        self._keep(drills)
+
+    @property
+    def armed(self) -> list[DrillRecord]:
+        """Drills that wait for their moment; looked at with each step of a rank."""
+        return self._armed
+
+    def _keep(self, drills: dict[str, DrillRecord]) -> None:
         self._drills = drills
+        self._armed = [record for record in drills.values() if record.step is DrillStep.ARMED]

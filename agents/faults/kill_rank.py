@@ -74,7 +74,7 @@ class KillRank:
                 self._begin(order)
             elif order.drill not in self._told:
                 self._tell(record)
-        for record in self._armed():
+        for record in self._store.armed:
             if record.drill not in named:
                 self._close(record, DrillStep.EXPIRED, "the server has withdrawn it")
         self.look()
@@ -88,14 +88,11 @@ class KillRank:
 
     def look(self) -> None:
         """Apply what is due and close what is too late. Called on each progress of a rank and once a second."""
-        for record in self._armed():
+        for record in self._store.armed:
             try:
                 self._look_at(record)
             except StateUnusable as err:
                 log.error("a drill waits: its record could not be written", drill=record.drill, error=err)
-
-    def _armed(self) -> list[DrillRecord]:
-        return [record for record in self._store.all() if record.step is DrillStep.ARMED]
 
     def _begin(self, order: FaultOrder) -> None:
         record = DrillRecord(

@@ -84,6 +84,11 @@ class NodeGroups:
     def group(self, job: str, generation: int) -> ControlGroup:
         return ControlGroup(self._root / f"{job}-{generation}")
 
+    def leave(self) -> None:
+        """Remove the directory if nothing runs in it any more."""
+        with contextlib.suppress(OSError):
+            self._root.rmdir()
+
     @classmethod
     def find(cls, node: str) -> NodeGroups | None:
         """Return a place where this process may make groups, None if there is none."""

@@ -61,7 +61,8 @@ class RunFiles:
 
     @property
     def runner_log(self) -> Path:
-        return self.directory / "runner.log"
+        """What the runner prints; beside the directory, so that the agent never opens what its owner could swap."""
+        return self.record.with_suffix(".log")
 
     def rank_log(self, rank: int) -> Path:
         return self.logs / f"rank-{rank}.jsonl"
@@ -71,9 +72,8 @@ class RunFiles:
         self.directory.mkdir(mode=0o700)
         self.logs.mkdir(mode=0o700)
         write_json(self.launch, launch)
-        self.runner_log.touch(mode=0o600)
         if account.uid != os.geteuid():
-            for path in (self.launch, self.runner_log, self.logs, self.directory):
+            for path in (self.launch, self.logs, self.directory):
                 os.chown(path, account.uid, account.gid)
 
 

@@ -181,18 +181,18 @@ class Run:
             log.exception("a run could not be started", **self._fields)
             self._give_up(SeenPhase.PREPARE_FAILED, str(err), "runner")
             return
-        await self._follow()
+        await self.follow()
 
-    async def drive_adopted(self, record: RunRecord) -> None:
-        """Go on with a run that an earlier life of this agent began, from what it wrote down."""
+    def adopt(self, record: RunRecord) -> None:
+        """Find again what an earlier life of this agent began, from what it wrote down; `follow` goes on with it."""
         self._record = record
+        self.phase = SeenPhase.RUNNING
         self._group = None if record.cgroup is None else ControlGroup(Path(record.cgroup))
         self._runner = self._find_runner(record)
         log.info("run found again", alive=self._runner is not None, **self._fields)
         # The logs before the first datagram: what was said while no agent listened stands in them only.
         self._take_from_logs(self.ranks, size_bytes=_LOG_SINCE_RESTART_BYTES)
         self._tell(SeenPhase.RUNNING, detail="Found again after the agent's restart.")
-        await self._follow()
 
     def adopt_ended(self, record: RunRecord) -> None:
         """Remember a run that was proven stopped in an earlier life, and tell its story again.
@@ -353,7 +353,7 @@ class Run:
 
     # --- While it runs --------------------------------------------------------------------------------------------
 
-    async def _follow(self) -> None:
+    async def follow(self) -> None:
         """Pass on what runner and ranks say until it ends or must end; then make sure that nothing is left."""
         while not self._stop_wanted.is_set():
             self._poked.clear()

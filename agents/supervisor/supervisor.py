@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 
 from agents.log_lines import NodeLog
 from agents.protocol.messages import Assignment, AssignmentReport, ProofKind, SeenPhase, StopProof
 from agents.sensors.rank_reports import PokeSaid, Said
 from agents.supervisor.environment import mark_of
-from agents.supervisor.highest import HighestStore
+from agents.supervisor.highest import HighestStore, HighWater
 from agents.supervisor.orders import Act, Action, Key, Known, reconcile
 from agents.supervisor.run import Run, Workplace
 from agents.supervisor.stopping import Target, prove_stopped
@@ -71,7 +72,8 @@ class Supervisor:
             )
             if record.proof is None:
                 self._runs[record.job, record.generation] = run
-                self._spawn(run.drive_adopted(record))
+                run.adopt(record)
+                self._spawn(run.follow())
             elif record in told:
                 self._runs[record.job, record.generation] = run
                 run.adopt_ended(record)
@@ -88,6 +90,7 @@ class Supervisor:
 
     def reconcile(self) -> None:
         """Do what the latest order still asks for; also called when a run has changed."""
+        self._bar_the_ended()
         result = reconcile(self._wanted, known=self._known(), high=self._highest.jobs, slots=self.slots)
         self._highest.merge(result.high)
         for action in result.actions:
@@ -116,6 +119,16 @@ class Supervisor:
                 await task
         for run in self._runs.values():
             run.release()
+
+    def _bar_the_ended(self) -> None:
+        """What has ended by itself does not run again either, however late an order to run it comes."""
+        barred: dict[str, HighWater] = {}
+        for (job, generation), run in self._runs.items():
+            if run.phase is SeenPhase.STOPPED:
+                high = barred.get(job) or self._highest.jobs.get(job)
+                if high is not None and high.stopped < generation:
+                    barred[job] = replace(high, stopped=generation)
+        self._highest.merge(barred)
 
     def _known(self) -> dict[Key, Known]:
         known = {key: Known(plan_id=report.plan_id, phase=report.phase) for key, report in self._others.items()}

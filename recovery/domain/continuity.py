@@ -14,7 +14,7 @@ from enum import StrEnum
 
 from recovery.domain.plan import CheckpointRef
 
-RULE_VERSION = "continuity-1"
+RULE_VERSION = "continuity-2"
 
 RELATIVE_BAND = 1e-5
 """Two-sided band for losses that cannot be bit-equal (other topology, or a script that promises nothing).
@@ -93,23 +93,24 @@ def judge(
 
     `reference` and `replayed` map (rank, step) to records of the old and new generation. `same_topology` says that
     world size and nodes are such that equal state must give equal bits. Steps lost are those done after the parent
-    checkpoint.
+    checkpoint. A record of the parent's own step in `reference` ties the first replayed span to it.
     """
     parent_step = parent.step if parent else 0
     reached = parent_step if reached_step is None else max(reached_step, parent_step)
     broken = [*_resume_findings(parent_step, resumes)]
     parts, digest_findings = _digest_findings(resumes)
     broken += digest_findings
-    exact = same_topology and bool(resumes) and all(resume.deterministic for resume in resumes)
+    complete = {resume.rank for resume in resumes} == set(range(world_size))
+    exact = same_topology and complete and all(resume.deterministic for resume in resumes)
     comparison = _compare_steps(
         first=parent_step + 1, last=reached, world_size=world_size, exact=exact, reference=reference, replayed=replayed
     )
     broken += comparison.findings
-    broken += _span_findings(world_size=world_size, replayed=replayed)
+    broken += _span_findings(world_size=world_size, parent_step=parent_step, reference=reference, replayed=replayed)
     caught_up = all(any(rank == r and step > reached for r, step in replayed) for rank in range(world_size))
     kind = _verdict_kind(
         broken=broken,
-        digests_cover_all=bool(parts) and len(resumes) == world_size,
+        digests_cover_all=bool(parts) and complete,
         bits_equal=exact and comparison.compared > 0 and comparison.max_relative_difference == 0.0,
         from_beginning=parent is None,
     )
@@ -172,7 +173,7 @@ def _compare_steps(
     replayed: Mapping[tuple[int, int], StepRecord],
 ) -> _Comparison:
     compared, findings, worst = 0, [], 0.0
-    losses = set()
+    old_losses, new_losses = set(), set()
     for step in range(first, last + 1):
         complete = True
         for rank in range(world_size):
@@ -180,12 +181,13 @@ def _compare_steps(
             if old is None or new is None or old.loss is None or new.loss is None:
                 complete = False
                 continue
-            losses.add(new.loss)
+            old_losses.add(old.loss)
+            new_losses.add(new.loss)
             difference = relative_difference(old.loss, new.loss)
             worst = max(worst, difference)
             findings += _pair_findings(old, new, difference=difference, exact=exact)
         compared += complete
-    if compared >= 5 and len(losses) == 1:
+    if compared >= 5 and len(new_losses) == 1 < len(old_losses):
         findings.append(f"The loss did not change in {compared} replayed steps: the weights are not being trained.")
     return _Comparison(compared=compared, findings=findings[:12], max_relative_difference=worst)
 
@@ -226,22 +228,38 @@ def _span(record: StepRecord) -> str:
     return f"[{record.span_start}, {record.span_stop}) of epoch {record.epoch}"
 
 
-def _span_findings(*, world_size: int, replayed: Mapping[tuple[int, int], StepRecord]) -> list[str]:
-    """Within one epoch, each rank's spans must follow each other: nothing skipped, nothing repeated."""
+def _span_findings(
+    *,
+    world_size: int,
+    parent_step: int,
+    reference: Mapping[tuple[int, int], StepRecord],
+    replayed: Mapping[tuple[int, int], StepRecord],
+) -> list[str]:
+    """Each rank's spans must follow each other, from the parent's step on: nothing skipped, nothing repeated."""
     findings = []
     for rank in range(world_size):
         records = sorted((r for (k, _), r in replayed.items() if k == rank), key=lambda r: r.step)
-        for before, after in itertools.pairwise(records):
-            known = before.span_stop is not None and after.span_start is not None
-            if not known or after.step != before.step + 1 or after.epoch != before.epoch:
-                continue
-            if after.span_start != before.span_stop:
-                kind = "skipped" if (after.span_start or 0) > (before.span_stop or 0) else "repeated"
+        parent = reference.get((rank, parent_step))
+        for before, after in itertools.pairwise([parent, *records] if parent else records):
+            what = _span_break(before, after)
+            if what:
                 findings.append(
-                    f"Rank {rank} {kind} samples between step {before.step} and {after.step}: "
+                    f"Rank {rank} {what} samples between step {before.step} and {after.step}: "
                     f"{_span(before)} then {_span(after)}."
                 )
     return findings[:6]
+
+
+def _span_break(before: StepRecord, after: StepRecord) -> str:
+    """What happened to the samples between two steps; empty if they follow each other, or if that is not known."""
+    if before.span_stop is None or after.span_start is None or after.step != before.step + 1:
+        return ""
+    # The next epoch begins at its first sample; an incomplete last batch of the old one may have been left out.
+    due = (before.epoch, before.span_stop) if after.epoch == before.epoch else (before.epoch + 1, 0)
+    found = (after.epoch, after.span_start)
+    if found == due:
+        return ""
+    return "skipped" if found > due else "repeated"
 
 
 def _verdict_kind(

@@ -2,15 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
 
 from recovery.domain.generations import RankView
 from recovery.domain.incident import Cause, CauseKind
 
-RULE_VERSION = "diagnosis-1"
+RULE_VERSION = "diagnosis-2"
 
 TIE_WINDOW_S = 0.01
 """Two deaths of the same class closer than this are a tie: one pidfd wake-up and one scheduler tick on a busy node."""
+
+OWN_ERROR_LAG_S = 1.0
+"""An error of a rank's own may be the echo of a signal that was told this much later by another node."""
+
+ECHO_LAG_S = 3.0
+"""A collective's error outruns its cause by this much at most: the culprit prints, tears down and only then exits."""
+
+_COLLECTIVE_WORDS = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "broken pipe",
+    "nccl",
+    "gloo",
+    "distbackenderror",
+    "distnetworkerror",
+    "distributed process group",
+    "process group",
+    "processgroup",
+    "collective",
+    "rendezvous",
+)
+"""What torch and its backends write when a peer is gone (messages of torch 2.9 with gloo and NCCL)."""
 
 _SIGNAL_NAMES = {4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
 
@@ -18,17 +41,20 @@ _SIGNAL_NAMES = {4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGKIL
 def diagnose(ranks: Sequence[RankView]) -> Cause | None:
     """Order the dead ranks by class of evidence, then by time. None if no rank died.
 
-    A signal is first-hand; an error of a rank's own may be the echo of a peer's death (a failed collective), so that a
-    signal within the same second outranks it.
+    A signal is first-hand, unless a rank of the same node died before: then the runner cleared the node. An error of a
+    rank's own comes before a collective's, which only says that some peer is gone.
     """
-    dead = sorted((rank for rank in ranks if rank.died), key=_precedence)
+    classes = {rank.rank: _class(rank, ranks) for rank in ranks if rank.died}
+    dead = sorted(
+        (rank for rank in ranks if rank.died), key=lambda rank: (_ready_at(rank, classes), *_tie_break(rank, classes))
+    )
     if not dead:
         return None
     first = dead[0]
     tied = tuple(
         rank.rank
         for rank in dead[1:]
-        if _class(rank) == _class(first) and (rank.exited_at or 0) - (first.exited_at or 0) <= TIE_WINDOW_S
+        if classes[rank.rank] is classes[first.rank] and (rank.exited_at or 0) - (first.exited_at or 0) <= TIE_WINDOW_S
     )
     return Cause(
         kind=_kind(first),
@@ -40,14 +66,36 @@ def diagnose(ranks: Sequence[RankView]) -> Cause | None:
     )
 
 
-def _class(rank: RankView) -> int:
-    return 0 if rank.signal else 1
+class _Evidence(IntEnum):
+    SIGNAL = 0
+    OWN_END = 1
+    ECHO = 2
 
 
-def _precedence(rank: RankView) -> tuple[float, int, float, int]:
-    at = rank.exited_at or 0.0
-    # An own error more than a second before any signal is no echo of it.
-    return (at if _class(rank) == 0 else at + 1.0, _class(rank), at, rank.rank)
+_LAG_S = {_Evidence.SIGNAL: 0.0, _Evidence.OWN_END: OWN_ERROR_LAG_S, _Evidence.ECHO: ECHO_LAG_S}
+
+
+def _class(rank: RankView, ranks: Sequence[RankView]) -> _Evidence:
+    if rank.signal:
+        return _Evidence.ECHO if _was_cleared_away(rank, ranks) else _Evidence.SIGNAL
+    words = rank.detail.lower()
+    return _Evidence.ECHO if any(word in words for word in _COLLECTIVE_WORDS) else _Evidence.OWN_END
+
+
+def _was_cleared_away(rank: RankView, ranks: Sequence[RankView]) -> bool:
+    """Another rank of the node died clearly before: torch elastic ends the rest by SIGTERM, then SIGKILL."""
+    return any(
+        other.died and other.node == rank.node and (rank.exited_at or 0.0) - (other.exited_at or 0.0) > TIE_WINDOW_S
+        for other in ranks
+    )
+
+
+def _ready_at(rank: RankView, classes: Mapping[int, _Evidence]) -> float:
+    return (rank.exited_at or 0.0) + _LAG_S[classes[rank.rank]]
+
+
+def _tie_break(rank: RankView, classes: Mapping[int, _Evidence]) -> tuple[int, float, int]:
+    return classes[rank.rank], rank.exited_at or 0.0, rank.rank
 
 
 def _kind(rank: RankView) -> CauseKind:

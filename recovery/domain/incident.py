@@ -107,7 +107,7 @@ class Incident:
     roll_back_before: int | None = None
     """Set after a broken verdict: only checkpoints before this step are considered."""
     excluded_nodes: tuple[str, ...] = ()
-    """Nodes that could not prepare or start a generation of this incident."""
+    """Nodes that could not prepare a generation of this incident; taken again only as the last resort."""
     avoided_nodes: tuple[str, ...] = ()
     """Nodes on which a relaunch died; taken again only if there is no other."""
     escalation: str = ""

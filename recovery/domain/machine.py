@@ -314,7 +314,8 @@ def _place(incident: Incident, situation: Situation) -> Placed | NoCapacity:
     keep = broken.plan.nodes if broken else ()
     avoided = (*incident.excluded_nodes, *incident.avoided_nodes)
     placed: Placed | NoCapacity = NoCapacity(reason="", missing=0)
-    for excluded in dict.fromkeys((avoided, incident.excluded_nodes)):
+    # The last resort is to try a node again that failed: attempts are few, and a page says more than an hour's wait.
+    for excluded in dict.fromkeys((avoided, incident.excluded_nodes, ())):
         placed = choose_nodes(
             fleet=situation.fleet,
             job=incident.job,
@@ -363,7 +364,7 @@ def _parent_words(plan: RecoveryPlan) -> str:
 def _preparation_failed(incident: Incident, situation: Situation, generation: GenerationView, now: float) -> Outcome:
     share = generation.failed_shares[0]
     why = f"{share.node} could not prepare it: {share.detail or share.reason}"
-    if share.reason == "port_busy":
+    if share.reason in ("port_busy", "older_generation"):
         return _replan(incident, situation, now, why=why, costs_rung=False)
     excluded = replace(incident, excluded_nodes=(*incident.excluded_nodes, share.node))
     return _replan(excluded, situation, now, why=why, costs_rung=True)

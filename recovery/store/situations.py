@@ -144,7 +144,8 @@ def _judge(job: Job, incident: Incident, situation: Situation, new: GenerationVi
     for number in reference_generations(by_number, upto=new.number):
         older = by_number[number]
         if older.plan.world_size == new.plan.world_size:
-            reference = {**_records(job, number, first=parent_step + 1, last=last), **reference}
+            # The parent's own step is read too: the first replayed span must follow it.
+            reference = {**_records(job, number, first=parent_step, last=last), **reference}
     verdict = judge(
         parent=new.plan.parent,
         world_size=new.plan.world_size,

@@ -18,12 +18,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
+from playwright.sync_api import Browser, Page, StorageState, sync_playwright
 
 ROOT = Path(__file__).resolve().parents[2]
 FLEET = ROOT / "tests" / "fakes" / "shown_fleet.py"
 USER, PASSWORD = "operator", "watch-the-curve"
 START_LIMIT_S = 60.0
+UVICORN_OPTIONS = (
+    "--ws",
+    "websockets-sansio",
+    "--lifespan",
+    "off",
+    "--no-access-log",
+    "--timeout-graceful-shutdown",
+    "1",
+)
 
 
 @dataclass
@@ -34,6 +43,8 @@ class Site:
     environment: dict[str, str]
     ids: dict[str, str]
     server: subprocess.Popen[bytes]
+    signed_in: StorageState | None = None
+    """Cookies of one log-in, for all tests that do not end it."""
 
     def fleet(self, *arguments: str) -> None:
         """Have something happen: see `tests/fakes/shown_fleet.py`."""
@@ -89,20 +100,37 @@ def chromium() -> Iterator[Browser]:
 
 @contextlib.contextmanager
 def opened(
-    chromium: Browser, site: Site, *, dark: bool = False, width: int = 1280, signed_in: bool = True
+    chromium: Browser,
+    site: Site,
+    *,
+    dark: bool = False,
+    width: int = 1280,
+    zone: str = "UTC",
+    signed_in: bool = True,
 ) -> Iterator[Page]:
-    """A page of a fresh browser profile, logged in."""
-    context: BrowserContext = chromium.new_context(
-        color_scheme="dark" if dark else "light", viewport={"width": width, "height": 900}, base_url=site.url
+    """A page of a fresh browser profile, logged in unless told otherwise."""
+    if signed_in and site.signed_in is None:
+        site.signed_in = _log_in_once(chromium, site)
+    context = chromium.new_context(
+        color_scheme="dark" if dark else "light",
+        viewport={"width": width, "height": 900},
+        timezone_id=zone,
+        base_url=site.url,
+        storage_state=site.signed_in if signed_in else None,
     )
     context.set_default_timeout(20_000)
-    page = context.new_page()
     try:
-        if signed_in:
-            log_in(page)
-        yield page
+        yield context.new_page()
     finally:
         context.close()
+
+
+def _log_in_once(chromium: Browser, site: Site) -> StorageState:
+    context = chromium.new_context(base_url=site.url)
+    log_in(context.new_page())
+    state = context.storage_state()
+    context.close()
+    return state
 
 
 def log_in(page: Page) -> None:
@@ -110,7 +138,7 @@ def log_in(page: Page) -> None:
     page.fill("#id_username", USER)
     page.fill("#id_password", PASSWORD)
     page.click("button[type=submit]")
-    page.wait_for_selector("h1")
+    page.wait_for_selector(".headline")
 
 
 def _chromium_program() -> str | None:
@@ -142,8 +170,7 @@ def _serving(*, broker: bool) -> Iterator[Site]:
         port = _free_port()
         # The program, not its name on PATH: the tests may run in an environment that is not activated.
         server = subprocess.Popen(
-            [sys.executable, "-m", "uvicorn", "dashboard.asgi:application", "--port", str(port)]
-            + "--ws websockets-sansio --no-access-log --timeout-graceful-shutdown 1 --lifespan off".split(),
+            [sys.executable, "-m", "uvicorn", "dashboard.asgi:application", "--port", str(port), *UVICORN_OPTIONS],
             env=environment,
             cwd=ROOT,
         )

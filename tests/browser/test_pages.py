@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live_site import PASSWORD, USER, Site, opened
+from live_site import PASSWORD, USER, Site, log_in, opened
 from playwright.sync_api import Browser, Page, expect
 
 AXE = Path(__file__).resolve().parents[2] / "node_modules" / "axe-core" / "axe.min.js"
@@ -125,7 +125,8 @@ def test_wrong_password_is_told_on_the_page(chromium: Browser, site: Site) -> No
 
 
 def test_logging_out_ends_the_session(chromium: Browser, site: Site) -> None:
-    with opened(chromium, site) as page:
+    with opened(chromium, site, signed_in=False) as page:
+        log_in(page)
         page.get_by_role("button", name="Log out").click()
         page.wait_for_url("**/login")
         page.goto("/jobs")
@@ -148,20 +149,13 @@ def test_dark_switch_changes_the_colours_and_is_kept(chromium: Browser, site: Si
 
 
 def test_times_are_in_utc_until_local_time_is_chosen(chromium: Browser, site: Site) -> None:
-    context = chromium.new_context(timezone_id="Asia/Tokyo", base_url=site.url)
-    page = context.new_page()
-    page.goto("/login")
-    page.fill("#id_username", USER)
-    page.fill("#id_password", PASSWORD)
-    page.click("button[type=submit]")
-    page.wait_for_selector(".headline")
-    visit(page, site.pages["incident"])
-    shown = page.locator("#timeline time").first
-    at = float(shown.get_attribute("data-at") or 0)
-    assert shown.inner_text().startswith(time.strftime("%H:%M:%S", time.gmtime(at)))
-    page.click('[data-switch="zone"]')
-    assert shown.inner_text().startswith(time.strftime("%H:%M:%S", time.gmtime(at + 9 * 3600)))
-    context.close()
+    with opened(chromium, site, zone="Asia/Tokyo") as page:
+        visit(page, site.pages["incident"])
+        shown = page.locator("#timeline time").first
+        at = float(shown.get_attribute("data-at") or 0)
+        assert shown.inner_text().startswith(time.strftime("%H:%M:%S", time.gmtime(at)))
+        page.click('[data-switch="zone"]')
+        assert shown.inner_text().startswith(time.strftime("%H:%M:%S", time.gmtime(at + 9 * 3600)))
 
 
 def test_burst_of_entries_is_shown_whole_and_in_order_without_reload(chromium: Browser, site: Site) -> None:

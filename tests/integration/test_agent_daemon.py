@@ -245,8 +245,11 @@ async def test_stop_kills_a_grandchild_that_hides_from_everything_gentle(
 ) -> None:
     if kind is ProofKind.PROC_SCAN_EMPTY:
         agent.more = ("--no-cgroup",)
-    elif NodeGroups.find("probe") is None:
-        pytest.skip("cgroup v2 is not writable here; the other case is what happens then")
+    else:
+        groups = NodeGroups.find("probe")
+        if groups is None:
+            pytest.skip("cgroup v2 is not writable here; the other case is what happens then")
+        groups.leave()
     ghost_note = tmp_path / "ghost"
     await agent.start()
     await run_generation(agent, STUB_GHOST=str(ghost_note))
@@ -507,3 +510,20 @@ async def test_a_withdrawn_drill_is_not_applied(server: FakeAgentServer, agent: 
     await server.until(lambda: fault_states(server) == [FaultState.ARMED])
     server.order([running])
     await server.until(lambda: fault_states(server) == [FaultState.ARMED, FaultState.EXPIRED])
+
+
+async def test_a_generation_that_ended_by_itself_never_runs_again(server: FakeAgentServer, agent: AgentProcess) -> None:
+    await agent.start()
+    await run_generation(agent, STUB_STEPS="3")
+    await server.until(lambda: reports(server, S.STOPPED))
+    late = server.current_order()
+    server.order([])
+    await asyncio.sleep(0.2)
+    await agent.kill()
+    await agent.start()
+    server.order(late.assignments)
+    await server.until(lambda: reports(server, S.REFUSED) or len(reports(server, S.STOPPED)) > 1)
+    await asyncio.sleep(0.3)
+    assert len(server.heard(RankStarted)) <= 2  # told again by the restarted agent, not started again
+    assert len({started.pid for started in server.heard(RankStarted)}) == 1
+    assert not agent.marked()

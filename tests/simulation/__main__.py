@@ -7,6 +7,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from simulate import main  # noqa: E402  the folder of its modules comes first
+from simulate import main
 
 sys.exit(main())

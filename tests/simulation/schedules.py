@@ -64,8 +64,8 @@ class Schedule:
         lines = [f"schedule {self.seed}:{self.index}, noise {self.noise:.2f}"]
         lines += [f"  node {n.name} rack={n.rack} slots={n.slots}" for n in self.nodes]
         lines += [
-            f"  job {j.id}: {j.node_count} nodes x {j.ranks_per_node} ranks, {j.total_steps} steps of {j.step_time_s} s, "
-            f"saved every {j.save_every}, submitted at {j.submitted_at:.1f} s"
+            f"  job {j.id}: {j.node_count} nodes x {j.ranks_per_node} ranks, {j.total_steps} steps of "
+            f"{j.step_time_s} s, saved every {j.save_every}, submitted at {j.submitted_at:.1f} s"
             for j in self.jobs
         ]
         lines += [f"  {event}" for event in self.events]
@@ -156,7 +156,8 @@ class _Draft:
 
 
 _KINDS = {
-    "kill_rank": 14, "exit_rank": 6, "kill_two_ranks": 4, "kill_twice": 8, "kill_in_between": 5, "blind_launch": 2, "break_and_kill": 2, "lose_contact": 6, "restart_agent": 3,
+    "kill_rank": 14, "exit_rank": 6, "kill_two_ranks": 4, "kill_twice": 8, "kill_in_between": 5, "blind_launch": 2,
+    "break_and_kill": 2, "lose_contact": 6, "restart_agent": 3,
     "reboot": 3, "stuck_stop": 2, "unhealthy": 4, "cordon": 2, "slow_prepare": 2, "prepare_fails": 4,
     "refuse_policy": 1, "busy_port": 4, "silent_runner": 2, "runner_dies": 3, "worker_dies_before_save": 4,
     "worker_dies_after_save": 4, "repeat_advance": 4, "command": 8, "stop_job": 3, "crash_at_step": 3,

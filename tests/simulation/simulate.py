@@ -20,10 +20,11 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 
-from recovery.domain.invariants import Violation
 from schedules import Schedule, make_schedule
 from shrinking import shorten
 from simulated_world import Result, SimulatedWorld
+
+from recovery.domain.invariants import Violation
 
 PLANTS = ("no-fence",)
 TOLD_AT_MOST = 3

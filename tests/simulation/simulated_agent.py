@@ -8,9 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from virtual_time import VirtualTime
+
 from agents.protocol.messages import AssignmentPhase, ProofKind, SeenPhase
 from recovery.domain.plan import RecoveryPlan
-from virtual_time import VirtualTime
 
 Key = tuple[str, int]
 """(job, generation)"""

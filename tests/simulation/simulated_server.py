@@ -9,6 +9,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
+
+from schedules import JobShape, NodeShape
+from virtual_time import VirtualTime
 
 from agents.protocol.messages import AssignmentPhase, ProofKind, SeenPhase
 from recovery.domain.continuity import ResumeRecord, StepRecord, Verdict, judge
@@ -43,8 +47,6 @@ from recovery.domain.plan import CheckpointRef, RecoveryPlan
 from recovery.domain.policy import Policy
 from recovery.domain.receipt import Receipt
 from recovery.domain.situation import Command, FreshIds, JobView, Situation
-from schedules import JobShape, NodeShape
-from virtual_time import VirtualTime
 
 POLICY = Policy(
     deadlines_s={
@@ -267,7 +269,7 @@ class SimulatedServer:
                 return
             save, late = decided
             if late or (self.noise and self.rng.random() < 0.15 * self.noise):
-                self.time.after(self.rng.uniform(0.05, 2.0), lambda: self._save_late(job_id, save))
+                self.time.after(self.rng.uniform(0.05, 2.0), partial(self._save_late, job_id, save))
                 return
             try:
                 if not save():

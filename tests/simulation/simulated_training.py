@@ -6,9 +6,10 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from recovery.domain.plan import CheckpointRef, RecoveryPlan
 from schedules import JobShape
 from virtual_time import VirtualTime
+
+from recovery.domain.plan import CheckpointRef, RecoveryPlan
 
 Tell = Callable[[int, tuple[object, ...]], None]
 """Takes a rank and a fact about it; the rank's node passes it on."""
@@ -130,7 +131,7 @@ class SimulatedTraining:
             self.end_rank(rank, exit_code=how or 0)
 
     def end_rank(self, rank: int, *, exit_code: int | None = None, signal: int | None = None, detail: str = "") -> None:
-        """A rank ends. Unless that was its normal end, its peers fail in a collective, or hang until they are killed."""
+        """A rank ends. Unless that was its normal end, its peers fail in a collective, or hang until killed."""
         if rank not in self.alive:
             return
         self.alive.discard(rank)

@@ -6,6 +6,13 @@ import random
 from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
+
+from schedules import CALM_AFTER_S, Event, JobShape, Schedule
+from simulated_agent import Fact, Key, SimulatedAgent
+from simulated_server import SWEEP_S, GenerationRow, JobRow, NodeRow, SimulatedServer
+from simulated_training import Crash, SimulatedTraining
+from virtual_time import VirtualTime
 
 from recovery.domain.continuity import ResumeRecord, StepRecord
 from recovery.domain.incident import IncidentState
@@ -13,11 +20,6 @@ from recovery.domain.instructions import JobState
 from recovery.domain.invariants import LivingRank, Violation, violations_among_living
 from recovery.domain.plan import CheckpointRef, RecoveryPlan
 from recovery.domain.situation import Command
-from schedules import CALM_AFTER_S, Event, JobShape, Schedule
-from simulated_agent import Fact, Key, SimulatedAgent
-from simulated_server import SWEEP_S, JobRow, NodeRow, SimulatedServer
-from simulated_training import Crash, SimulatedTraining
-from virtual_time import VirtualTime
 
 BOUND_S = CALM_AFTER_S + 1500.0
 """By then every job has ended and every incident has ended or is with a human."""
@@ -435,30 +437,27 @@ class SimulatedWorld:
         if not noise or self.rng.random() > 0.2 * noise:
             self.time.after(0.01 + self.rng.random() * noise, lambda: self.server.advance(job))
 
-    def _store_rank_fact(self, job: str, generation: object, kind: str, rest: list[object]) -> None:
-        row = generation
-        at = float(rest[-1])  # type: ignore[arg-type]
-        server = self.server
+    def _store_rank_fact(self, job: str, row: GenerationRow, kind: str, rest: list[Any]) -> None:
+        at = rest[-1]
+        number = row.plan.generation
         if kind == "saved":
-            server.jobs[job].checkpoints.append(
-                CheckpointRef(generation=row.plan.generation, step=rest[0])  # type: ignore[attr-defined]
-            )
+            self.server.jobs[job].checkpoints.append(CheckpointRef(generation=number, step=rest[0]))
             return
-        rank = int(rest[0])  # type: ignore[call-overload]
-        view = server.rank_row(row, rank)  # type: ignore[arg-type]
+        rank = rest[0]
+        view = self.server.rank_row(row, rank)
         match kind:
             case "started":
                 view = replace(view, pid=1000 + rank)
             case "resumed":
                 _, step, saved, live, _ = rest
                 view = replace(view, resumed_step=step, resumed_at=at, saved_digest=saved, live_digest=live)
-                row.resumes[rank] = ResumeRecord(  # type: ignore[attr-defined]
+                row.resumes[rank] = ResumeRecord(
                     rank=rank, step=step, saved_digest=saved, live_digest=live, deterministic=True
                 )
             case "step":
                 _, step, loss, learning_rate, first_sample, _ = rest
-                row.steps[rank, step] = StepRecord(  # type: ignore[attr-defined]
-                    generation=row.plan.generation,  # type: ignore[attr-defined]
+                row.steps[rank, step] = StepRecord(
+                    generation=number,
                     rank=rank,
                     step=step,
                     at=at,
@@ -475,4 +474,4 @@ class SimulatedWorld:
                 if view.exited:
                     return
                 view = replace(view, exited_at=at, exit_code=code, signal=signal, detail=detail)
-        server.store_rank(job, row, view)  # type: ignore[arg-type]
+        self.server.store_rank(job, row, view)

@@ -52,7 +52,7 @@ def main() -> int:
 def _drill(system: RunningSystem, witness: Witness, result: dict[str, Any]) -> list[str]:
     """One drill from the order to the receipt. Fills `result`; returns what is wrong."""
     # With an older checkpoint beneath it, broken continuity is rolled back once, is broken again, and pages a person.
-    job = steady_job(system, least_saved_step=25)
+    job = steady_job(system, least_saved_step=50)
     _progress(f"Job {job['id']} is at step {job['last_step']}; ordering a drill ...")
     body = {
         "kind": "kill-rank",

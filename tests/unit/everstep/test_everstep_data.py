@@ -19,6 +19,7 @@ GOLDEN_EPOCH_1 = [7, 9, 3, 6, 8, 0, 2, 5, 4, 1]
 
 
 @given(size=sizes, seed=seeds, epoch=epochs)
+@settings(deadline=None)
 def test_order_of_an_epoch_is_a_permutation(size: int, seed: int, epoch: int) -> None:
     order = [permute(position, size=size, seed=seed, epoch=epoch) for position in range(size)]
     assert sorted(order) == list(range(size))
@@ -48,7 +49,7 @@ def test_neighbours_are_scattered() -> None:
 @given(
     size=sizes, seed=seeds, per_rank=st.integers(1, 4), world=st.integers(1, 6), drop_last=st.booleans(), data=st.data()
 )
-@settings(max_examples=60)
+@settings(deadline=None, max_examples=60)
 def test_ranks_share_each_batch_the_same_for_each_world_size(
     size: int, seed: int, per_rank: int, world: int, drop_last: bool, data: st.DataObject
 ) -> None:
@@ -68,6 +69,7 @@ def test_ranks_share_each_batch_the_same_for_each_world_size(
 
 
 @given(size=st.integers(8, 100), seed=seeds, stop=st.integers(0, 40), drop_last=st.booleans())
+@settings(deadline=None)
 def test_restored_sampler_goes_on_exactly_where_the_saved_one_stood(
     size: int, seed: int, stop: int, drop_last: bool
 ) -> None:

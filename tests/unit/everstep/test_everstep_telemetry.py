@@ -6,7 +6,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everstep.errors import BadDatagram
@@ -100,12 +100,14 @@ def test_refuses_what_is_not_a_datagram(frame: bytes) -> None:
 
 
 @given(st.binary(max_size=200))
+@settings(deadline=None)
 def test_decode_raises_nothing_but_its_own_error(frame: bytes) -> None:
     with contextlib.suppress(BadDatagram):
         decode(frame)
 
 
 @given(st.floats(allow_nan=False))
+@settings(deadline=None)
 def test_losses_survive_the_wire_bit_for_bit(loss: float) -> None:
     frame = encode({"kind": "step", "job": "j", "generation": 1, "loss": loss})
     assert decode(frame)["loss"].hex() == loss.hex()
