@@ -115,7 +115,6 @@ class Daemon:
             facts = await self._sensor.start()
             self.supervisor.slots = slots(self._settings, facts)
             self.supervisor.adopt()
-            self.kill_rank.recover()
             await self._obtain_credential()
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._link.run())

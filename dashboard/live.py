@@ -121,7 +121,7 @@ class LiveFeed:
             except Exception:
                 # Anything else is a bug; the sockets that depend on this task get their news all the same.
                 log.exception("The live feed failed while following Redis; it polls the database and tries again.")
-            await self._poll(until=time.monotonic() + RETRY_REDIS_S)
+            await self._poll(until=_now() + RETRY_REDIS_S)
 
     async def _follow_stream(self) -> None:
         client = self._connect()
@@ -130,7 +130,7 @@ class LiveFeed:
                 last = await _newest_id(client)
             await self._compare()
             self._set_mode(FeedMode.LIVE)
-            compared_at = time.monotonic()
+            compared_at = _now()
             while True:
                 asked_at = time.time()
                 async with asyncio.timeout(BLOCK_MS / 1000 + ANSWER_S):
@@ -139,16 +139,16 @@ class LiveFeed:
                     last = entry
                     self._offer(_text(fields.get("topic", "")), _number(fields.get("seq")))
                 self.as_of = max(self.as_of, asked_at)
-                if time.monotonic() - compared_at > COMPARE_S:
+                if _now() - compared_at > COMPARE_S:
                     await self._compare()
-                    compared_at = time.monotonic()
+                    compared_at = _now()
         finally:
             await client.aclose()
 
     async def _poll(self, *, until: float) -> None:
         while True:
             self._set_mode(FeedMode.POLLING if await self._compare() else FeedMode.OFFLINE)
-            if time.monotonic() >= until:
+            if _now() >= until:
                 return
             await asyncio.sleep(POLL_S)
 
@@ -200,6 +200,11 @@ def _entries(answer: Any) -> list[tuple[str, dict[str, Any]]]:
         for entry, fields in found[0] if nested else found:
             made.append((_text(entry), {_text(name): value for name, value in fields.items()}))
     return made
+
+
+def _now() -> float:
+    """The event loop's clock: durations here are waits of the loop."""
+    return asyncio.get_running_loop().time()
 
 
 def _text(value: Any) -> str:

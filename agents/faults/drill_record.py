@@ -41,10 +41,6 @@ class DrillRecord(Message, frozen=True):
     at: float
     detail: str = ""
 
-    @property
-    def over(self) -> bool:
-        return self.step in (DrillStep.APPLIED, DrillStep.REFUSED, DrillStep.EXPIRED)
-
 
 class DrillStore:
     """Keeps a `DrillRecord` per drill in `drills.json`."""
@@ -53,6 +49,7 @@ class DrillStore:
         self._path = state_directory / "drills.json"
         self._drills: dict[str, DrillRecord] = {}
         self._armed: list[DrillRecord] = []
+        self._applying: list[DrillRecord] = []
 
     def load(self) -> None:
         """Read what an earlier life knew. Raises `StateUnusable`: without it, a fault could come twice."""
@@ -66,9 +63,6 @@ class DrillStore:
 
     def get(self, drill: str) -> DrillRecord | None:
         return self._drills.get(drill)
-
-    def all(self) -> list[DrillRecord]:
-        return list(self._drills.values())
 
     def put(self, record: DrillRecord) -> None:
         """On disk when this returns. Raises `StateUnusable`."""
@@ -84,6 +78,12 @@ class DrillStore:
         """Drills that wait for their moment; looked at with each step of a rank."""
         return self._armed
 
+    @property
+    def applying(self) -> list[DrillRecord]:
+        """Drills in whose moment an earlier life of the agent ended."""
+        return self._applying
+
     def _keep(self, drills: dict[str, DrillRecord]) -> None:
         self._drills = drills
         self._armed = [record for record in drills.values() if record.step is DrillStep.ARMED]
+        self._applying = [record for record in drills.values() if record.step is DrillStep.APPLYING]

@@ -8,20 +8,23 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Protocol
 
 import msgspec
 
 from agents.errors import StateUnusable
 from agents.faults.drill_record import DrillRecord, DrillStep, DrillStore
 from agents.log_lines import NodeLog
-from agents.protocol.messages import FaultOrder, FaultReport, FaultState, Message, SeenPhase
+from agents.protocol.messages import FaultOrder, FaultReport, FaultState, LaunchSpec, Message, SeenPhase
 from agents.supervisor.checkpoints import complete_steps
-from agents.supervisor.intake import Progress
+from agents.supervisor.intake import Intake, Progress
 from agents.supervisor.process_table import open_exact
-from agents.supervisor.run import Run
 
 log = NodeLog(__name__)
+
+_SETTLE_LIMIT_S = 5.0
+"""A rank that was killed is reported by its runner within milliseconds."""
 
 _REPORTED = {
     DrillStep.ARMED: FaultState.ARMED,
@@ -29,6 +32,22 @@ _REPORTED = {
     DrillStep.REFUSED: FaultState.REFUSED,
     DrillStep.EXPIRED: FaultState.EXPIRED,
 }
+
+
+class DrilledRun(Protocol):
+    """What a drill has to know of a run; see `supervisor.run.Run`."""
+
+    phase: SeenPhase
+    launch: LaunchSpec
+    intake: Intake
+
+    @property
+    def ranks(self) -> Container[int]: ...
+    @property
+    def rank_pids(self) -> Mapping[int, int]: ...
+    @property
+    def exited(self) -> Container[int]: ...
+    def holds_process(self, pid: int) -> bool: ...
 
 
 def steps_past_save(progress: Progress, *, rank: int, complete: Sequence[int] = ()) -> int | None:
@@ -51,7 +70,7 @@ class KillRank:
         self,
         *,
         store: DrillStore,
-        find_run: Callable[[str, int], Run | None],
+        find_run: Callable[[str, int], DrilledRun | None],
         emit: Callable[[Message], None],
         server_now: Callable[[], float],
     ) -> None:
@@ -59,6 +78,7 @@ class KillRank:
         self._find_run = find_run
         self._emit = emit
         self._server_now = server_now
+        self._began = time.monotonic()
         self._told: set[str] = set()
         """Drills whose state this life of the agent has reported."""
 
@@ -79,18 +99,14 @@ class KillRank:
                 self._close(record, DrillStep.EXPIRED, "the server has withdrawn it")
         self.look()
 
-    def recover(self) -> None:
-        """After a restart: what was being applied when the agent died is never tried again."""
-        for record in self._store.all():
-            if record.step is DrillStep.APPLYING:
-                detail = "the agent restarted in the moment of the fault; it is not tried again"
-                self._close(record, DrillStep.APPLIED if self._has_exited(record) else DrillStep.EXPIRED, detail)
-
     def look(self) -> None:
         """Apply what is due and close what is too late. Called on each progress of a rank and once a second."""
-        for record in self._store.armed:
+        for record in (*self._store.applying, *self._store.armed):
             try:
-                self._look_at(record)
+                if record.step is DrillStep.APPLYING:
+                    self._settle(record)
+                else:
+                    self._look_at(record)
             except StateUnusable as err:
                 log.error("a drill waits: its record could not be written", drill=record.drill, error=err)
 
@@ -140,7 +156,7 @@ class KillRank:
         if self._due(record, run):
             self._apply(record, run)
 
-    def _due(self, record: DrillRecord, run: Run) -> bool:
+    def _due(self, record: DrillRecord, run: DrilledRun) -> bool:
         if record.rank not in run.rank_pids:
             return False
         if record.steps_after_save <= 0:
@@ -149,7 +165,7 @@ class KillRank:
         past = steps_past_save(run.intake.progress, rank=record.rank, complete=complete)
         return past is not None and past >= record.steps_after_save
 
-    def _apply(self, record: DrillRecord, run: Run) -> None:
+    def _apply(self, record: DrillRecord, run: DrilledRun) -> None:
         pid = run.rank_pids[record.rank]
         descriptor = open_exact(pid, None)
         try:
@@ -186,6 +202,10 @@ class KillRank:
         log.info("drill", drill=record.drill, state=state, detail=record.detail, job=record.job, rank=record.rank)
         self._emit(FaultReport(drill=record.drill, state=state, at=record.at, detail=record.detail))
 
-    def _has_exited(self, record: DrillRecord) -> bool:
+    def _settle(self, record: DrillRecord) -> None:
+        """After a restart in the very moment of a fault: find out what happened, and never try it again."""
         run = self._find_run(record.job, record.generation)
-        return run is None or record.rank in run.exited or run.phase is SeenPhase.STOPPED
+        if run is not None and record.rank in run.exited:
+            self._close(record, DrillStep.APPLIED, "the agent restarted in its moment; the rank is dead", at=record.at)
+        elif time.monotonic() - self._began > _SETTLE_LIMIT_S:
+            self._close(record, DrillStep.EXPIRED, "the agent restarted in its moment; it is not tried again")

@@ -192,6 +192,7 @@ class Run:
         log.info("run found again", alive=self._runner is not None, **self._fields)
         # The logs before the first datagram: what was said while no agent listened stands in them only.
         self._take_from_logs(self.ranks, size_bytes=_LOG_SINCE_RESTART_BYTES)
+        self._read_events()
         self._tell(SeenPhase.RUNNING, detail="Found again after the agent's restart.")
 
     def adopt_ended(self, record: RunRecord) -> None:

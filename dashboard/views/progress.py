@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from recovery.domain.incident import MAIN_LINE, IncidentState
-from recovery.domain.policy import Policy
 from recovery.queries import IncidentSummary
 
 
@@ -40,7 +39,6 @@ def _reached(incident: IncidentSummary, order: list[str]) -> int:
 
 def _step(incident: IncidentSummary, state: str, *, index: int, reached: int) -> ProgressStep:
     phases = [phase for phase in incident.phases if phase.state == state]
-    limit_s = Policy().deadlines_s.get(IncidentState(state))
     open_now = next((phase for phase in phases if phase.ended_at is None and not incident.ended), None)
     if index < reached or incident.state == IncidentState.RECOVERED:
         standing = "done"
@@ -54,6 +52,6 @@ def _step(incident: IncidentSummary, state: str, *, index: int, reached: int) ->
         seconds=sum(phase.seconds for phase in phases) if phases else None,
         started_at=open_now.started_at if open_now else None,
         times=len(phases),
-        limit_s=limit_s,
-        over_limit=limit_s is not None and any(phase.seconds > limit_s for phase in phases),
+        limit_s=phases[-1].limit_s if phases else None,
+        over_limit=any(phase.over_limit for phase in phases),
     )

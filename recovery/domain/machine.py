@@ -174,7 +174,9 @@ def _plan_afresh(incident: Incident, situation: Situation, now: float) -> Outcom
         text=f"Gave up the plan of generation {number}: the old ranks had saved or done more than was known.",
     )
     stops = _stop_all(situation, except_generation=None)
-    return Outcome(incident=replace(incident, plan=None), instructions=stops, entries=(decision,))
+    # It never ran and no more than one is made ahead, so that it costs nothing of the budget of plans.
+    spared = replace(incident, plan=None, plans_made=incident.plans_made - 1)
+    return Outcome(incident=spared, instructions=stops, entries=(decision,))
 
 
 def _plan_ahead(incident: Incident, situation: Situation, now: float) -> Outcome:
@@ -386,11 +388,21 @@ def _share_words(share: ShareView) -> str:
 
 def _relaunch(incident: Incident, situation: Situation, generation: GenerationView, now: float, *, why: str) -> Outcome:
     """A generation that was launched has failed; the next plan avoids the node on which it died."""
-    cause = diagnose(generation.ranks)
     busy = any(share.reason == "port_busy" for share in generation.failed_shares)
-    node = cause.node if cause else None
-    avoided = incident if node is None or busy else replace(incident, avoided_nodes=(*incident.avoided_nodes, node))
+    culprits = () if busy else _culprits(generation)
+    avoided = replace(incident, avoided_nodes=(*incident.avoided_nodes, *culprits))
     return _replan(avoided, situation, now, why=why, costs_rung=not busy)
+
+
+def _culprits(generation: GenerationView) -> tuple[str, ...]:
+    """The node of the first death; else those whose runner is gone; else those on which no rank started."""
+    cause = diagnose(generation.ranks)
+    if cause is not None and cause.node is not None:
+        return (cause.node,)
+    if generation.failed_shares:
+        return tuple(share.node for share in generation.failed_shares)
+    started = {rank.node for rank in generation.ranks}
+    return tuple(node for node in generation.plan.nodes if started and node not in started)
 
 
 def _replan(incident: Incident, situation: Situation, now: float, *, why: str, costs_rung: bool) -> Outcome:

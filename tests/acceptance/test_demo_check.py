@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from demo_check.system import RunningSystem
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -48,3 +49,17 @@ def test_fails_in_the_right_words_when_a_bug_is_planted(bug: str, words: str) ->
     assert code == 1, everything
     assert words in result["error"], everything
     assert "left behind" not in result["error"], everything
+
+
+def test_a_second_demo_in_the_same_home_begins_a_fresh_job_where_ctrl_c_had_ended_the_first(tmp_path: Path) -> None:
+    with RunningSystem(home=tmp_path, keep=True) as first:
+        (job,) = first.rest.items("jobs")
+        assert job["ended_at"] is None
+    assert first.process.returncode == 0
+    assert first.leftovers() == {}
+    with RunningSystem(home=tmp_path, keep=True) as second:
+        fresh, old = second.rest.items("jobs")
+        assert (old["id"], old["state"]) == (job["id"], "stopped")
+        assert fresh["ended_at"] is None
+    assert second.process.returncode == 0
+    assert second.leftovers() == {}

@@ -46,9 +46,10 @@ class RunningSystem:
         program: Sequence[str] = EVERSTEP,
         options: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
+        home: Path | None = None,
         keep: bool = False,
     ) -> None:
-        self.home = Path(tempfile.mkdtemp(prefix="everstep-"))
+        self.home = home or Path(tempfile.mkdtemp(prefix="everstep-"))
         self._keep = keep
         self._log = self.home / "demo.log"
         argv = [*program, "demo", "--home", str(self.home), "--port", "0", *options, "--", *script]

@@ -9,12 +9,15 @@ from recovery.queries import IncidentSummary, Phase
 
 
 def incident(state: str, *phases: tuple[str, float], ended: bool = False, **more: Any) -> IncidentSummary:
-    """An incident that stood in each of the phases for the given seconds, one after the other."""
+    """An incident that stood in each of the phases for the given seconds, one after the other; the limit is 60 s."""
     at, made = 1000.0, []
     for index, (name, seconds) in enumerate(phases):
         last = index == len(phases) - 1
+        ended_at = None if last and not ended else at + seconds
         made.append(
-            Phase(state=name, started_at=at, ended_at=None if last and not ended else at + seconds, seconds=seconds)
+            Phase(
+                state=name, started_at=at, ended_at=ended_at, seconds=seconds, limit_s=60.0, over_limit=seconds > 60.0
+            )
         )
         at += seconds
     values: dict[str, Any] = dict.fromkeys(IncidentSummary.__dataclass_fields__)
