@@ -56,4 +56,7 @@ class StaticFiles(WhiteNoiseMiddleware):  # type: ignore[misc]
         del response["content-type"]
         for name, value in made.headers:
             response[name] = value
+        if body:
+            # The header was computed at start; a file that was replaced since then would be cut off by it.
+            response["content-length"] = str(len(body))
         return response

@@ -175,6 +175,28 @@ async def test_goes_back_to_the_stream_and_tells_what_was_missed(
         assert await news(subscription) == {"incident:a": 5}
 
 
+async def test_who_joins_during_a_burst_learns_of_its_end(feed: LiveFeed, redis: PlayedRedis, rows: PlayedRows) -> None:
+    """200 joins, each while entries are being written: none may be left with an older seq than the last."""
+
+    async def join(after_s: float) -> int:
+        await asyncio.sleep(after_s)
+        known = 0
+        async with feed.subscribe(["incident:a"]) as subscription:
+            while known < 1000:
+                known = max(known, (await news(subscription))["incident:a"])
+        return known
+
+    async def burst() -> None:
+        for seq in range(1, 1001):
+            rows.seqs = {"incident:a": seq}
+            redis.write("incident:a", seq)
+            await asyncio.sleep(0.001)
+
+    joins = [join(number * 0.005) for number in range(200)]
+    known = await asyncio.gather(burst(), *joins)
+    assert known[1:] == [1000] * 200
+
+
 async def test_lost_announcement_costs_seconds(feed: LiveFeed, rows: PlayedRows) -> None:
     async with feed.subscribe(["incident:a"]) as subscription:
         await asyncio.sleep(1)

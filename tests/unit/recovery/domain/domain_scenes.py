@@ -186,9 +186,9 @@ def verdict(kind: VerdictKind = VerdictKind.BIT_EQUAL, *, caught_up: bool = True
 
 
 def settle(start: Incident, look: Callable[[], Situation], *, now: float = NOW) -> Outcome:
-    """Call `step` as the engine does, without anything changing in between, until it waits; the last outcome."""
+    """Call `step` as the engine does until it waits, or wants something done; the last outcome."""
     outcome = step(start, look(), now)
-    while outcome.incident != start:
+    while outcome.incident != start and not outcome.instructions:
         start = outcome.incident
         outcome = step(start, look(), now)
     return outcome

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from recovery.domain.incident import ENDS, MAIN_LINE, TRANSITIONS, IncidentState
@@ -45,7 +47,7 @@ def test_escalated_waits_for_a_human_without_a_deadline() -> None:
 
 
 def test_the_main_line_is_a_path() -> None:
-    for before, after in zip(MAIN_LINE, MAIN_LINE[1:], strict=False):
+    for before, after in itertools.pairwise(MAIN_LINE):
         assert after in TRANSITIONS[before]
 
 
