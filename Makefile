@@ -11,7 +11,7 @@ SCHEDULES ?= 500
 SCRATCH := EVERSTEP_HOME=$(CURDIR)/.venv/scratch
 
 .PHONY: help install demo demo-check check check-format check-lint check-types check-imports check-unit test proof chaos \
-	simulate screenshots openapi lock clean
+	simulate openapi lock clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
@@ -62,15 +62,11 @@ proof: install ## every long proof in full, one table at the end (about half an 
 	@.ci/chromium
 	@$(BIN)/python tests/proof.py --seed $(SEED)
 
-simulate: $(VENV) ## the pure machine against a simulated fleet under random faults. SCHEDULES=500 SEED=1
-	@$(BIN)/python -m tests.simulation --schedules $(SCHEDULES) --seed $(SEED)
+simulate: $(VENV) ## the pure machine against a simulated fleet under random faults. SCHEDULES=500 SEED=1 BUG=no-fence
+	@$(BIN)/python tests/simulation/simulate.py --schedules $(SCHEDULES) --seed $(SEED) $(if $(BUG),--plant $(BUG))
 
 openapi: $(VENV) ## write docs/openapi.json
-	@$(SCRATCH) $(BIN)/python manage.py export_openapi_schema --api dashboard.api.api --indent 2 --output docs/openapi.json
-
-screenshots: install ## a picture of each page, light and dark, into docs/screenshots
-	@.ci/chromium
-	@$(BIN)/python tests/browser/screenshots.py
+	@$(SCRATCH) $(BIN)/python manage.py export_openapi
 
 lock: $(VENV) ## renew requirements/dev.lock from pyproject.toml
 	@.ci/lock

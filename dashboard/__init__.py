@@ -1,4 +1,4 @@
-"""The Django project and web edge. Importing it makes the Celery application current, so that tasks reach its broker."""
+"""The Django project and web edge. Importing it makes the Celery application current: tasks reach its broker."""
 
 from dashboard.celery import app as celery_app
 

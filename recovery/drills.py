@@ -67,7 +67,6 @@ def trigger_drill(
             )
             _bump_node(target.node)
             announce_change(f"drill:{drill.id}")
-            announce_change("drills")
     except IntegrityError as err:
         raise DrillRefused("overlap", f"Another drill runs on job {job.name}: wait for its end.") from err
     return drill
@@ -112,7 +111,6 @@ def record_fault(drill_id: str, *, state: str, detail: str, at: float) -> None:
         case "refused" | "expired":
             _end(drill, state=state, passed=False, reasons=[detail or f"the agent says: {state}"])
     announce_change(f"drill:{drill_id}")
-    announce_change("drills")
 
 
 def settle_drill(drill_id: str) -> None:
@@ -168,7 +166,6 @@ def _end(drill: Drill, *, state: str, passed: bool, reasons: list[str], incident
         entry = Entry(kind=EntryKind.DRILL, at=time.time(), text=text, data=result)
         announce(f"incident:{incident.pk}", append_entries(incident.pk, [entry]))
     announce_change(f"drill:{drill.id}")
-    announce_change("drills")
 
 
 def _bump_node(node: Node) -> None:

@@ -26,7 +26,7 @@ from recovery.models import IncidentRow, Job
 from recovery.store import from_json, to_json
 from recovery.store.situations import load_situation
 from recovery.store.timelines import append_entries
-from recovery.wakeup import announce, announce_change, ask_to_advance
+from recovery.wakeup import announce, ask_to_advance
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +91,6 @@ def _save(row: IncidentRow, outcome: Outcome, now: float) -> None:
         raise Conflict(f"{row.pk} was advanced by another worker")
     seq = append_entries(row.pk, outcome.entries)
     announce(f"incident:{row.pk}", seq)
-    announce_change("incidents")
 
 
 def advance_job(job_id: str) -> None:

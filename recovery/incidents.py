@@ -67,7 +67,6 @@ def open_or_join(job: Job, *, generation: int, rank: int | None, sentence: str, 
     seq = append_entries(row.pk, entries)
     Job.objects.filter(pk=job.pk).update(state=JobState.RECOVERING.value, state_since=now, reason="")
     announce(f"incident:{row.pk}", seq)
-    announce_change("incidents")
     announce_change(f"job:{job.pk}")
     return row
 

@@ -239,7 +239,7 @@ def _store_steps(batch: _Batch, generation: GenerationRow, fact: StepReports) ->
         newest = max(newest, row.last_step)
     if generation.number == Job.objects.values_list("generation", flat=True).get(pk=generation.job_id):
         Job.objects.filter(pk=generation.job_id).update(last_step=newest)
-    announce(f"job:{generation.job_id}", newest)
+    announce_change(f"job:{generation.job_id}")
     if IncidentRow.objects.filter(job_id=generation.job_id, state="verifying").exists():
         batch.look_at.add(generation.job_id)
 

@@ -37,12 +37,13 @@ class Result:
     last_line: dict[str, Any] = field(default_factory=dict)
 
 
-def planted(bug: str, words: str) -> Proof:
-    return Proof(f"BUG={bug} is found", ["demo-check", f"BUG={bug}"], fails_with=words)
+def planted(bug: str, words: str, *, target: str = "demo-check") -> Proof:
+    return Proof(f"{target} finds BUG={bug}", [target, f"BUG={bug}"], fails_with=words)
 
 
 PROOFS = [
     Proof("simulated schedules", ["simulate", "SCHEDULES=2000"], ["schedules", "faults", "violations"]),
+    planted("no-fence", '"plant": "no-fence"', target="simulate"),
     Proof("demo-check", ["demo-check"], ["state", "continuity", "steps_lost", "steps_compared", "caught_up_s"]),
     planted("optimizer", "the optimizer was not restored"),
     planted("scheduler", "the scheduler was not restored"),
@@ -82,8 +83,8 @@ def run(proof: Proof, *, seed: int) -> Result:
     except ValueError:
         return Result(proof, False, seconds, f"ended with code {done.returncode} and without a line of JSON")
     if proof.fails_with:
-        found = done.returncode != 0 and proof.fails_with in str(last.get("error", ""))
-        words = f"says: {proof.fails_with}" if found else f"ended with code {done.returncode}: {last.get('error')}"
+        found = done.returncode != 0 and proof.fails_with in json.dumps(last)
+        words = f"says: {proof.fails_with}" if found else f"ended with code {done.returncode}: {last}"
         return Result(proof, found, seconds, words, last)
     numbers = ", ".join(f"{name} {last.get(name)}" for name in proof.shows)
     return Result(proof, done.returncode == 0, seconds, last.get("error") or numbers, last)

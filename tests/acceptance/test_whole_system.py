@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -41,7 +42,7 @@ def test_a_person_presses_the_button_and_sees_the_receipt_appear_without_reloadi
     job = steady_job(system)
     login = json.loads((system.home / "login.json").read_text())
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         page = browser.new_page()
         page.set_default_timeout(20_000)
         problems: list[str] = []

@@ -1,4 +1,3 @@
-# ruff: noqa: N802  the names are NVML's
 """Stands before the real pynvml in PYTHONPATH: the same module, with two GPUs in the place of a driver's.
 
 A test copies this file into a directory of its own and writes `orders` beside it, a line each, read at each call:
