@@ -139,6 +139,22 @@ class GenerationView:
         return len(ranks) == self.plan.ranks_per_node and all(rank.ended_well for rank in ranks)
 
     @property
+    def not_restored(self) -> str:
+        """Which rank came back without which part of its checkpoint, by its own digests; empty if none did."""
+        for rank in self.ranks:
+            if not rank.saved_digest:
+                continue
+            for part in sorted(set(rank.saved_digest) | set(rank.live_digest)):
+                if rank.saved_digest.get(part) != rank.live_digest.get(part):
+                    return f"rank {rank.rank} did not restore the {part}"
+        return ""
+
+    @property
+    def sound(self) -> bool:
+        """What it did and saved may be gone on from: nobody has judged it broken, and its own digests do not say so."""
+        return not self.broken_continuity and not self.not_restored
+
+    @property
     def reached_step(self) -> int | None:
         """Highest step that any rank completed."""
         return max((rank.last_step for rank in self.ranks if rank.last_step is not None), default=None)

@@ -9,6 +9,7 @@ from recovery.domain.instructions import (
     JOB_ENDS,
     Instruction,
     JobState,
+    MarkContinuityBroken,
     MarkJob,
     PageOperator,
     PreparePlan,
@@ -148,6 +149,8 @@ def _follow(situation: Situation, now: float) -> JobOutcome:
         )
     if job.state is not JobState.LAUNCHING:
         return JobOutcome()
+    if generation.not_restored:
+        return _unfaithful(situation, generation)
     if generation.stepping:
         return JobOutcome(instructions=(MarkJob(job=job.id, state=JobState.RUNNING),))
     if generation.failed_shares and not generation.dead_ranks:
@@ -156,6 +159,20 @@ def _follow(situation: Situation, now: float) -> JobOutcome:
     if now - job.state_since > situation.policy.launching_s:
         return _launch_failed(situation, "its ranks did not train in time")
     return JobOutcome()
+
+
+def _unfaithful(situation: Situation, generation: GenerationView) -> JobOutcome:
+    """A launch that went on from a checkpoint did not restore it: what it trains is not what the job was."""
+    job = situation.job
+    why = f"continuity is broken: {generation.not_restored}"
+    return JobOutcome(
+        instructions=(
+            MarkContinuityBroken(job=job.id, generation=generation.number),
+            *_stops(situation),
+            MarkJob(job=job.id, state=JobState.FAILED, reason=f"Launch failed: {why}."),
+            PageOperator(reason=f"Job {job.name} is stopped: {why}."),
+        )
+    )
 
 
 def _launch_failed(situation: Situation, why: str) -> JobOutcome:

@@ -52,7 +52,7 @@ def _tainted(generation: GenerationView, by_number: Mapping[int, GenerationView]
     seen: set[int] = set()
     link: GenerationView | None = generation
     while link is not None and link.number not in seen:
-        if link.broken_continuity:
+        if not link.sound:
             return True
         seen.add(link.number)
         link = by_number.get(link.plan.parent.generation) if link.plan.parent else None
@@ -92,9 +92,7 @@ def reached_step(generations: Sequence[GenerationView], *, before: int | None = 
     steps = [
         generation.reached_step
         for generation in generations
-        if not generation.broken_continuity
-        and generation.reached_step is not None
-        and (before is None or generation.number < before)
+        if generation.sound and generation.reached_step is not None and (before is None or generation.number < before)
     ]
     return max(steps, default=None)
 
@@ -105,8 +103,4 @@ def _within(step: int, limit: int | None) -> bool:
 
 def reference_generations(generations: Mapping[int, GenerationView], *, upto: int) -> tuple[int, ...]:
     """Generations whose step records a replay in generation `upto` is compared with, newest first."""
-    return tuple(
-        number
-        for number in sorted(generations, reverse=True)
-        if number < upto and not generations[number].broken_continuity
-    )
+    return tuple(number for number in sorted(generations, reverse=True) if number < upto and generations[number].sound)

@@ -344,7 +344,7 @@ class SimulatedServer:
     def _save_job(self, job: JobRow, version: int, outcome: JobOutcome) -> bool:
         if self._worker_dies(job.id, before_save=True):
             return False
-        if job.version != version or job.open_incident is not None:
+        if job.version != version:
             raise Conflict
         before = job.state
         self._perform(job, outcome.instructions, None)
@@ -480,9 +480,7 @@ class SimulatedServer:
     def _judge_exit(self, job: JobRow, generation: GenerationRow, view: RankView) -> None:
         if generation.wanted is not AssignmentPhase.RUN or job.stop_wanted or job.ended:
             return
-        row = job.open_incident
-        if row is not None:
-            row.version += 1
+        if job.open_incident is not None:
             return
         fault = Fault(generation=generation.plan.generation, rank=view.rank, at=view.exited_at, sentence="a rank died")
         self._open(job, fault)
@@ -507,7 +505,6 @@ class SimulatedServer:
                 opened_after_end=job.generations[fault.generation].view().ended_well,
             )
         )
-        job.version += 1
         self._mark(job, JobState.RECOVERING, "")
         self.check(job)
         self.announce(job.id, IncidentState.DETECTED.value)

@@ -69,7 +69,7 @@ class RunningSystem:
             self.wait_until(self._is_up, what="everstep demo to say that it is running", limit_s=START_LIMIT_S)
             self.rest = Rest(self.home / "client.json")
         except BaseException:
-            self.stop()
+            self.__exit__()
             raise
         return self
 

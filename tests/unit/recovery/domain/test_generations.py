@@ -61,6 +61,22 @@ def test_a_stopped_share_is_a_failure_only_where_ranks_are_wanted_and_had_not_en
     assert fenced(view).failed_shares == ()
 
 
+@pytest.mark.parametrize(
+    ("saved", "live", "told"),
+    [
+        ({"model": "a"}, {"model": "a"}, ""),
+        ({"model": "a", "rng": "b"}, {"model": "a"}, "rank 0 did not restore the rng"),
+        ({"model": "a"}, {"model": "x"}, "rank 0 did not restore the model"),
+        ({"model": "a"}, {"model": "a", "rng": "b"}, "rank 0 did not restore the rng"),
+        ({}, {"model": "a"}, ""),
+    ],
+)
+def test_digests_tell_what_was_not_restored(saved: dict[str, str], live: dict[str, str], told: str) -> None:
+    view = generation(1, ranks=(replace(training(0, of=plan()), saved_digest=saved, live_digest=live),))
+    assert (view.not_restored, view.sound) == (told, not told)
+    assert not replace(view, broken_continuity=True).sound
+
+
 def test_ranks_lie_on_nodes_in_order() -> None:
     wide = plan(1, per_node=2)
     assert [wide.node_of(number) for number in range(wide.world_size)] == ["gpu-01", "gpu-01", "gpu-02", "gpu-02"]

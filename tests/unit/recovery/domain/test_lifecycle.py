@@ -32,6 +32,7 @@ from recovery.domain.generations import AssignmentPhase, GenerationView, SeenPha
 from recovery.domain.instructions import (
     JOB_ENDS,
     JobState,
+    MarkContinuityBroken,
     MarkJob,
     PageOperator,
     PreparePlan,
@@ -173,6 +174,21 @@ def test_placing_job_whose_orders_are_gone_is_placed_again() -> None:
 
 def test_launching_job_runs_once_every_rank_has_made_a_step() -> None:
     assert step_job(life(J.LAUNCHING, generation(1)), NOW).instructions == (MarkJob(job="job-1", state=J.RUNNING),)
+
+
+def test_launch_that_went_on_from_a_checkpoint_without_restoring_it_is_stopped_and_pages() -> None:
+    made = plan(2, parent=PARENT)
+    forgot = replace(training(0, of=made), saved_digest={"optimizer": "a"}, live_digest={"optimizer": "b"})
+    view = generation(2, of=made, ranks=(forgot, training(1, of=made)))
+    outcome = step_job(life(J.LAUNCHING, fenced(generation(1)), view), NOW)
+    assert outcome.instructions[:2] == (
+        MarkContinuityBroken(job="job-1", generation=2),
+        StopGeneration(job="job-1", generation=2),
+    )
+    assert marks(outcome) == [J.FAILED]
+    page = outcome.instructions[-1]
+    assert isinstance(page, PageOperator)
+    assert "rank 0 did not restore the optimizer" in page.reason
 
 
 def test_launching_job_waits_for_the_last_rank() -> None:

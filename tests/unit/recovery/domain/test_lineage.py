@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from domain_scenes import CHECKPOINTS, fenced, generation, plan, prepared, rank
+from domain_scenes import CHECKPOINTS, fenced, generation, plan, prepared, rank, training
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -71,6 +71,15 @@ def test_never_chooses_what_a_broken_generation_saved() -> None:
 def test_never_chooses_what_descends_from_a_broken_generation() -> None:
     lines = [trained(1), trained(2, parent=ref(1, 40), broken_continuity=True), trained(3, parent=ref(2, 60))]
     found = (*CHECKPOINTS, ref(2, 60), ref(3, 80))
+    assert parent_of(choose_parent(generations=lines, checkpoints=found, reached_step=50)) == ref(1, 40)
+
+
+def test_never_chooses_what_a_generation_saved_that_had_not_restored_its_checkpoint() -> None:
+    # Nobody has judged it yet: its own digests are enough.
+    made = plan(2, parent=ref(1, 40))
+    forgot = replace(training(0, of=made), saved_digest={"optimizer": "a"}, live_digest={"optimizer": "b"})
+    lines = [trained(1), fenced(generation(2, of=made, ranks=(forgot, training(1, of=made))))]
+    found = (*CHECKPOINTS, ref(2, 60))
     assert parent_of(choose_parent(generations=lines, checkpoints=found, reached_step=50)) == ref(1, 40)
 
 
