@@ -142,6 +142,9 @@ def _judge(drill: Drill, incident: IncidentRow) -> None:
         reasons.append(f"Recovery took {receipt.get('total_s')} s; promised were {limit:.0f} s.")
     if verdict not in ("bit-equal", "state-equal"):
         reasons.append(f"Continuity was not proven ({verdict or 'no verdict'}).")
+    broken = drill.job.generations.filter(number__gt=drill.generation_number, broken_continuity=True)
+    for number in broken.filter(number__lte=receipt.get("generation", 0)).values_list("number", flat=True):
+        reasons.append(f"Generation {number} resumed with broken continuity; recovery had to roll back.")
     passed = not reasons
     _end(drill, state="passed" if passed else "failed", passed=passed, reasons=reasons, incident=incident)
 

@@ -65,14 +65,19 @@ def open_or_join(job: Job, *, generation: int, rank: int | None, sentence: str, 
         text = f"This is a drill ({drill.id}): {drill.kind} on rank {rank}, asked for by {drill.requested_by}."
         entries.append(Entry(kind=EntryKind.DRILL, at=now, text=text, data={"drill": drill.id}))
     seq = append_entries(row.pk, entries)
-    Job.objects.filter(pk=job.pk).update(state=JobState.RECOVERING.value, state_since=now, reason="")
+    # The version rises, so that a decision about the job that was made before this incident is not saved after it.
+    Job.objects.filter(pk=job.pk).update(
+        state=JobState.RECOVERING.value, state_since=now, reason="", version=F("version") + 1
+    )
     announce(f"incident:{row.pk}", seq)
     announce_change(f"job:{job.pk}")
     return row
 
 
 def _add_fact(row: IncidentRow, entry: Entry) -> None:
-    IncidentRow.objects.filter(pk=row.pk).update(version=F("version"))  # takes the row, so that seq has no rival
+    """Tell it, and void decisions made without it. If the incident has just ended, the sweep opens another."""
+    if not IncidentRow.objects.filter(pk=row.pk, ended=False).update(version=F("version") + 1):
+        return
     announce(f"incident:{row.pk}", append_entries(row.pk, [entry]))
 
 
@@ -97,7 +102,8 @@ def command_incident(incident_id: str, *, kind: str, by: str) -> IncidentRow:
                 f"Incident {incident_id} is {row.state}: {command.value} does not fit; "
                 f"possible are {', '.join(sorted(fitting))}."
             )
-        IncidentRow.objects.filter(pk=incident_id, ended=False).update(command=command.value)
+        # The version rises, so that a step that was decided without the command cannot wipe it out.
+        IncidentRow.objects.filter(pk=incident_id, ended=False).update(command=command.value, version=F("version") + 1)
         entry = Entry(
             kind=EntryKind.OPERATOR,
             at=time.time(),

@@ -22,8 +22,8 @@ from recovery.models import Claim, Drill, IncidentRow, Job
 log = logging.getLogger(__name__)
 
 INTERVAL_S = 2.0
-CLAIM_S = 20.0
-"""A sweep whose process died is taken over after this long."""
+CLAIM_S = 6.0
+"""A sweep whose process died is taken over after this long; two sweeps at once would do no harm."""
 
 
 def sweep_if_due() -> bool:

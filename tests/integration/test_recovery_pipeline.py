@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from agents.protocol.messages import AssignmentPhase, SeenPhase
 from recovery import engine, jobs
 from recovery.drills import settle_drill, trigger_drill
 from recovery.incidents import command_incident
-from recovery.models import GenerationRow, IncidentRow, Job, Node, TimelineEntry
+from recovery.models import Drill, GenerationRow, IncidentRow, Job, Node, TimelineEntry
 from recovery.orders import order_for
 from recovery.store.timelines import first_broken_link
 from tests.fakes.told_fleet import DIGEST, ToldFleet
@@ -231,3 +234,95 @@ def test_drill_takes_the_path_of_a_real_fault_and_passes_by_its_promise(job: Job
     assert (drill.state, drill.result["passed"]) == ("passed", True)
     assert incident.drill_id == drill.id
     assert not order_for(node.row.pk).faults
+
+
+def interpose(monkeypatch: pytest.MonkeyPatch, happening: Callable[[], object]) -> None:
+    """Let something happen once, between a decision and its save."""
+    real, happened = engine.step, []
+
+    def step(*arguments: Any) -> Any:
+        outcome = real(*arguments)
+        if not happened:
+            happened.append(True)
+            happening()
+        return outcome
+
+    monkeypatch.setattr(engine, "step", step)
+
+
+def test_command_given_while_a_step_is_decided_is_obeyed(
+    job: Job, fleet: ToldFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running(fleet, job)
+    fleet.die("gpu-02", 1, 1)
+    incident = IncidentRow.objects.get(job=job)
+    interpose(monkeypatch, lambda: command_incident(incident.pk, kind="pause", by="tests"))
+    advance(job)
+    incident.refresh_from_db()
+    assert incident.state == "paused"
+
+
+def test_death_told_while_recovery_is_decided_is_not_covered_up(
+    job: Job, fleet: ToldFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = running(fleet, job)
+    kill_and_fence(fleet, job, row)
+    second = run_generation(fleet, job, 2)
+    for rank, name in enumerate(second.plan["nodes"]):
+        fleet.start(name, 2, rank, step=20)
+        fleet.train(name, 2, rank, range(21, 33))
+    advance_once = engine._advance_incident_once
+    incident = IncidentRow.objects.get(job=job)
+    while incident.state != "verifying":
+        advance_once(incident.pk)
+        incident.refresh_from_db()
+    interpose(monkeypatch, lambda: fleet.die("gpu-02", 2, 1))
+    advance(job)
+    incident.refresh_from_db()
+    assert incident.state != "recovered"
+
+
+def test_decision_about_a_job_that_is_older_than_its_incident_is_not_saved(
+    job: Job, fleet: ToldFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    advance(job)
+    row = run_generation(fleet, job, 1)
+    for rank, name in enumerate(row.plan["nodes"]):
+        fleet.start(name, 1, rank)
+        fleet.train(name, 1, rank, range(1, 3))
+    real = engine.step_job
+
+    def step_job(*arguments: Any) -> Any:
+        outcome = real(*arguments)
+        monkeypatch.setattr(engine, "step_job", real)
+        fleet.die("gpu-02", 1, 1)
+        return outcome
+
+    monkeypatch.setattr(engine, "step_job", step_job)
+    engine.advance_job(job.id)
+    job.refresh_from_db()
+    assert job.state == "recovering"
+
+
+def test_drill_fails_if_recovery_had_to_roll_back_from_a_broken_resume(job: Job, fleet: ToldFleet) -> None:
+    row = running(fleet, job)
+    fleet.save("gpu-01", 1, 10)
+    drill = trigger_drill(kind="kill-rank", job_id=job.id, requested_by="tests")
+    Drill.objects.update(state="applied", applied_at=1.0)
+    kill_and_fence(fleet, job, row)
+    replay(fleet, job, live={**DIGEST, "optimizer": "fresh"})
+    second = GenerationRow.objects.get(job=job, number=2)
+    for name in second.plan["nodes"]:
+        fleet.report(name, 2, second.plan_id, SeenPhase.STOPPED)
+    advance(job)
+    third = run_generation(fleet, job, 3)
+    assert third.plan["parent"] == {"generation": 1, "step": 10}
+    for rank, name in enumerate(third.plan["nodes"]):
+        fleet.start(name, 3, rank, step=10)
+        fleet.train(name, 3, rank, range(11, 33))
+    advance(job)
+    assert IncidentRow.objects.get(job=job).state == "recovered"
+    settle_drill(drill.id)
+    drill.refresh_from_db()
+    assert drill.state == "failed"
+    assert "Generation 2 resumed with broken continuity" in " ".join(drill.result["reasons"])
