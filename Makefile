@@ -54,12 +54,12 @@ check-imports: $(VENV)
 check-unit: $(VENV)
 	@$(BIN)/pytest -q tests/unit
 
-test: install ## all tests, with browser and whole systems; installs Chromium from apt if there is none
-	@.ci/chromium
+test: install ## all tests, with browser and whole systems; installs Chromium and PostgreSQL from apt if there are none
+	@.ci/apt
 	@$(BIN)/pytest $(ARGS)
 
 proof: install ## every long proof in full, one table at the end (about half an hour). SEED=1
-	@.ci/chromium
+	@.ci/apt
 	@$(BIN)/python tests/proof.py --seed $(SEED)
 
 simulate: $(VENV) ## the pure machine against a simulated fleet under random faults. SCHEDULES=500 SEED=1 BUG=no-fence

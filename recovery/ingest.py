@@ -7,11 +7,14 @@ has a share of that generation, so that an agent can speak for nobody else.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from django.db import transaction
+import msgspec
+from django.db import DataError, transaction
 from django.db.models import F, Q
 
 from agents.protocol.messages import (
@@ -42,6 +45,13 @@ from recovery.wakeup import announce, announce_change, ask_to_advance
 
 log = logging.getLogger(__name__)
 
+_UNSTORABLE = (DataError, ValueError, OverflowError)
+"""What a database or its driver says of a value that it can never hold, such as a number beyond its column."""
+
+
+class _Superseded(Exception):
+    """A newer connection of the node has taken over while a batch was being stored: the batch is undone."""
+
 
 @dataclass
 class _Batch:
@@ -52,6 +62,7 @@ class _Batch:
     look_at: set[str] = field(default_factory=set)
     """Jobs that the engine should look at."""
     refused: int = 0
+    """Facts about generations that the node has no share of."""
     _generations: dict[tuple[str, int], GenerationRow | None] = field(default_factory=dict)
 
     def generation(self, job: str, number: int) -> GenerationRow | None:
@@ -67,31 +78,63 @@ class _Batch:
 
     def server_time(self, at: float) -> float:
         """An agent's time on the server's clock, never in the future."""
-        return min(at + self.offset_s, time.time())
+        now = time.time()
+        shifted = at + self.offset_s
+        return min(max(shifted, 0.0), now) if math.isfinite(shifted) else now
 
 
-def store_facts(node_id: int, facts: Sequence[tuple[int, FromAgent]], *, session: str, offset_s: float) -> int | None:
+def store_facts(
+    node_id: int, facts: Sequence[tuple[int, FromAgent]], *, session: str, offset_s: float | None
+) -> int | None:
     """Store a batch of durable messages and return the sequence number through which all is committed.
 
+    `offset_s` is what to add to the agent's clock, None before its first heartbeat: then what was known of it counts.
     Returns None if `session` is no longer the node's session: a newer connection has taken over and sends them again.
     """
+    try:
+        try:
+            return _store_batch(node_id, facts, session=session, offset_s=offset_s, apart=False)
+        except _UNSTORABLE:
+            # A fact that no database takes must not hold up for ever whatever else this node has to say.
+            return _store_batch(node_id, facts, session=session, offset_s=offset_s, apart=True)
+    except _Superseded:
+        return None
+
+
+def _store_batch(
+    node_id: int, facts: Sequence[tuple[int, FromAgent]], *, session: str, offset_s: float | None, apart: bool
+) -> int:
+    """All or nothing; `apart` leaves out, one by one, what cannot be stored. Raises `_Superseded`."""
     with transaction.atomic():
         node = Node.objects.get(pk=node_id)
         if node.session != session:
-            return None
-        batch = _Batch(node=node, offset_s=offset_s)
+            raise _Superseded
+        batch = _Batch(node=node, offset_s=node.clock_offset_s if offset_s is None else offset_s)
         through = node.acknowledged_seq
         for seq, fact in facts:
             if seq <= through:
                 continue
-            _store(batch, fact)
+            if apart:
+                _store_or_leave_out(batch, seq, fact)
+            else:
+                _store(batch, fact)
             through = seq
-        Node.objects.filter(pk=node_id).update(acknowledged_seq=through)
+        # By the session once more: it may have ended since it was read, and a fresh outbox counts from 1 again.
+        if not Node.objects.filter(pk=node_id, session=session).update(acknowledged_seq=through):
+            raise _Superseded
         for job_id in batch.look_at:
             _ask(job_id)
     if batch.refused:
         log.warning("node=%s refused=%d facts about generations that it has no share of", node.name, batch.refused)
     return through
+
+
+def _store_or_leave_out(batch: _Batch, seq: int, fact: FromAgent) -> None:
+    try:
+        with transaction.atomic():
+            _store(batch, fact)
+    except _UNSTORABLE as err:
+        log.error("node=%s %s %d cannot be stored and is left out: %s", batch.node.name, type(fact).__name__, seq, err)
 
 
 def _ask(job_id: str) -> None:
@@ -102,7 +145,18 @@ def _ask(job_id: str) -> None:
         ask_to_advance(job=job_id)
 
 
+def _without_nul(value: Any) -> Any:
+    """PostgreSQL stores no NUL characters, and a dying rank may print some."""
+    if isinstance(value, str):
+        return value.replace("\0", "\ufffd")
+    if isinstance(value, dict):
+        return {_without_nul(key): _without_nul(item) for key, item in value.items()}
+    return [_without_nul(item) for item in value] if isinstance(value, list) else value
+
+
 def _store(batch: _Batch, fact: FromAgent) -> None:
+    if not isinstance(fact, StepReports):  # the many, and all numbers
+        fact = msgspec.convert(_without_nul(msgspec.to_builtins(fact)), type(fact))
     if isinstance(fact, FaultReport):
         if Drill.objects.filter(pk=fact.drill, node=batch.node).exists():
             drills.record_fault(fact.drill, state=fact.state.value, detail=fact.detail, at=batch.server_time(fact.at))
@@ -217,12 +271,12 @@ def _store_steps(batch: _Batch, generation: GenerationRow, fact: StepReports) ->
                 at=batch.server_time(report.at),
                 loss=loss,
                 loss_text=loss_text,
-                learning_rate=report.learning_rate,
+                learning_rate=finite_or_text(report.learning_rate)[0],
                 grad_norm=grad_norm,
                 epoch=report.epoch,
                 span_start=report.span_start,
                 span_stop=report.span_stop,
-                step_time_s=report.step_time_s,
+                step_time_s=finite_or_text(report.step_time_s)[0],
             )
         )
     newest = 0
@@ -237,7 +291,7 @@ def _store_steps(batch: _Batch, generation: GenerationRow, fact: StepReports) ->
         row.last_step = max(row.last_step or 0, max(step.step for step in rows))
         row.save(update_fields=["first_step_at", "last_step"])
         newest = max(newest, row.last_step)
-    if generation.number == Job.objects.values_list("generation", flat=True).get(pk=generation.job_id):
+    if newest and generation.number == Job.objects.values_list("generation", flat=True).get(pk=generation.job_id):
         Job.objects.filter(pk=generation.job_id).update(last_step=newest)
     announce_change(f"job:{generation.job_id}")
     if IncidentRow.objects.filter(job_id=generation.job_id, state="verifying").exists():
@@ -256,7 +310,7 @@ def _store_checkpoint(batch: _Batch, generation: GenerationRow, fact: Checkpoint
             "parent_generation": fact.parent_generation,
             "parent_step": fact.parent_step,
             "saved_at": batch.server_time(fact.at),
-            "save_time_s": fact.save_time_s,
+            "save_time_s": finite_or_text(fact.save_time_s)[0],
         },
     )
     announce_change(f"job:{generation.job_id}")

@@ -22,16 +22,18 @@ def begin_session(node_id: int, hello: Hello, *, session: str) -> int:
     """
     now = time.time()
     with transaction.atomic():
+        # The row is taken before it is read: what the old session is storing right now counts, or it is undone.
+        Node.objects.filter(pk=node_id).update(session=session)
         node = Node.objects.get(pk=node_id)
         if node.outbox_id != hello.outbox_id:
             node.outbox_id, node.acknowledged_seq = hello.outbox_id, 0
-        node.session, node.connected_since, node.last_heard_at = session, now, now
+        node.connected_since, node.last_heard_at = now, now
         node.boot_id, node.agent_version = hello.boot_id, hello.agent_version[:60]
         node.facts, node.address = to_json(hello.facts), hello.facts.address
         node.save(
             update_fields=[
-                "outbox_id", "acknowledged_seq", "session", "connected_since", "last_heard_at", "boot_id",
-                "agent_version", "facts", "address",
+                "outbox_id", "acknowledged_seq", "connected_since", "last_heard_at", "boot_id", "agent_version",
+                "facts", "address",
             ]
         )  # fmt: skip
         for known in hello.highest:
@@ -47,12 +49,14 @@ def end_session(node_id: int, *, session: str) -> None:
 
 
 def record_heard(heard: Mapping[int, float], *, offsets: Mapping[int, float], revisions: Mapping[int, int]) -> None:
-    """Write when nodes were last heard (server's clock), their clock offsets and the revisions that they took over."""
+    """Write when nodes were last heard (server's clock), their clock offsets and the revisions that they took over.
+
+    A node without an offset here keeps the one that was last known.
+    """
     with transaction.atomic():
-        for node_id, at in heard.items():
-            Node.objects.filter(pk=node_id).update(
-                last_heard_at=at, clock_offset_s=offsets.get(node_id, 0.0), seen_revision=revisions.get(node_id, 0)
-            )
+        for node_id, at in sorted(heard.items()):  # in one order everywhere, so that two web processes cannot deadlock
+            known = {"clock_offset_s": offsets[node_id]} if node_id in offsets else {}
+            Node.objects.filter(pk=node_id).update(last_heard_at=at, seen_revision=revisions.get(node_id, 0), **known)
 
 
 def record_gpus(node_id: int, samples: Iterable[GpuSample]) -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +21,7 @@ from agents.protocol.messages import (
     Ack,
     FromAgent,
     Goodbye,
+    GpuSample,
     GpuSamples,
     Heartbeat,
     HeartbeatReply,
@@ -40,6 +43,12 @@ HEARTBEAT_INTERVAL_S = 1.0
 HELLO_WITHIN_S = 10.0
 RECORD_EVERY_S = 2.0
 LOOK_EVERY_S = 1.0
+PUSH_AGAIN_AFTER_S = 5.0
+"""An order that the agent has not taken over by then is sent once more: its disk may have been full."""
+SEND_WITHIN_S = 5.0
+"""A peer whose socket takes nothing for this long is let go: orders to all others wait behind it."""
+CLOCK_BEATS = 30
+"""Heartbeats that the offset of an agent's clock is taken from; older ones are forgotten, since clocks are put right."""
 MAX_WAITING_FACTS = 2000
 MAX_BATCH = 500
 
@@ -58,16 +67,34 @@ class Connection:
     protocol: ServerSession = field(default_factory=ServerSession)
     facts: asyncio.Queue[tuple[int, FromAgent]] = field(default_factory=lambda: asyncio.Queue(MAX_WAITING_FACTS))
     heard_at: float = 0.0
-    offset_s: float | None = None
-    """Smallest (server's clock - agent's clock) seen: the least delayed heartbeat is the best estimate."""
+    clock_deltas: deque[float] = field(default_factory=lambda: deque(maxlen=CLOCK_BEATS))
     seen_revision: int = 0
     wanted_revision: int = 0
     pushed_revision: int = -1
+    pushed_at: float = 0.0
+    """On the monotonic clock."""
+    gpus: asyncio.Task[None] | None = None
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     last_words: Goodbye | None = None
 
+    @property
+    def offset_s(self) -> float | None:
+        """Server's clock minus the agent's: the least delayed heartbeat tells it best. None before the first one."""
+        return min(self.clock_deltas, default=None)
+
+    @property
+    def is_behind(self) -> bool:
+        """The agent has had its order for a while and has not taken it over."""
+        late = time.monotonic() - self.pushed_at > PUSH_AGAIN_AFTER_S
+        return late and self.seen_revision < self.pushed_revision
+
     async def say(self, message: Message) -> None:
         await self.send({"type": "websocket.send", "bytes": encode_frame(message)})
+
+    def keep_gpus(self, samples: list[GpuSample]) -> None:
+        """Write the latest samples beside the conversation: heartbeats never wait for them, and they may be lost."""
+        if self.gpus is None or self.gpus.done():
+            self.gpus = asyncio.create_task(_record_gpus(self, samples))
 
     def close(self, code: CloseCode, reason: str) -> None:
         """Ask the socket's own task to say goodbye and close."""
@@ -135,7 +162,7 @@ class Fleet:
             await in_database_thread(
                 sessions.record_heard,
                 heard,
-                offsets={c.node_id: c.offset_s or 0.0 for c in self.connections},
+                offsets={c.node_id: c.offset_s for c in self.connections if c.offset_s is not None},
                 revisions={c.node_id: c.seen_revision for c in self.connections},
             )
 
@@ -146,29 +173,39 @@ class Fleet:
             return
         wanted = await in_database_thread(sessions.wanted_states, [c.node_id for c in ready])
         for connection in ready:
-            state = wanted.get(connection.node_id)
-            if state is None or state.revoked:
-                connection.close(CloseCode.REVOKED, "This node's credential was revoked. Join again with a new token.")
-            elif state.session != connection.session:
-                connection.close(CloseCode.SUPERSEDED, "A newer connection of this node has taken over.")
-            else:
-                connection.wanted_revision = state.revision
-                if state.revision != connection.pushed_revision:
-                    await push(connection)
+            try:
+                await _bring_in_step(connection, wanted.get(connection.node_id))
+            except Exception:  # one node's trouble must not keep orders from the others
+                log.exception("node=%s order not pushed; trying again in %.0f s", connection.node, LOOK_EVERY_S)
 
 
 fleet = Fleet()
+
+
+async def _bring_in_step(connection: Connection, state: sessions.WantedState | None) -> None:
+    if state is None or state.revoked:
+        connection.close(CloseCode.REVOKED, "This node's credential was revoked. Join again with a new token.")
+    elif state.session != connection.session:
+        connection.close(CloseCode.SUPERSEDED, "A newer connection of this node has taken over.")
+    else:
+        connection.wanted_revision = state.revision
+        if state.revision != connection.pushed_revision or connection.is_behind:
+            await push(connection)
 
 
 async def push(connection: Connection) -> None:
     """Send the node everything that it should run."""
     order: Order = await in_database_thread(orders.order_for, connection.node_id)
     connection.pushed_revision = order.revision
+    connection.pushed_at = time.monotonic()
     connection.wanted_revision = max(connection.wanted_revision, order.revision)
     try:
-        await connection.say(order)
-    except Exception as err:  # the socket's own task sees the close; here only this push is lost
-        log.info("node=%s order not sent: %s", connection.node, err)
+        async with asyncio.timeout(SEND_WITHIN_S):
+            await connection.say(order)
+    except TimeoutError:
+        connection.close(CloseCode.SERVER_ERROR, "This connection takes nothing any more. Reconnect.")
+    except Exception as err:  # the socket's own task sees the close; until then the order is pushed again
+        log.warning("node=%s order not sent: %s", connection.node, err)
 
 
 async def agent_socket(scope: dict[str, Any], receive: Receive, send: Send) -> None:
@@ -205,8 +242,9 @@ def _credential(scope: dict[str, Any]) -> str:
 async def _end(send: Send, code: int, reason: str) -> None:
     """Say why, then close. The peer may be gone already."""
     try:
-        await send({"type": "websocket.send", "bytes": encode_frame(Goodbye(code=int(code), reason=reason))})
-        await send({"type": "websocket.close", "code": int(code), "reason": reason[:100]})
+        async with asyncio.timeout(SEND_WITHIN_S):
+            await send({"type": "websocket.send", "bytes": encode_frame(Goodbye(code=int(code), reason=reason))})
+            await send({"type": "websocket.close", "code": int(code), "reason": reason[:100]})
     except Exception as err:
         log.debug("goodbye not sent: %s", err)
 
@@ -241,6 +279,8 @@ async def _serve(connection: Connection, receive: Receive) -> None:
         for task in done:
             task.result()
     finally:
+        if connection.gpus is not None:
+            tasks.add(connection.gpus)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -266,18 +306,25 @@ async def _receive_all(connection: Connection, receive: Receive) -> None:
         seq, message = received
         match message:
             case Heartbeat(at=at, revision=revision):
-                delta = now - at
-                connection.offset_s = delta if connection.offset_s is None else min(connection.offset_s, delta)
+                if math.isfinite(at):
+                    connection.clock_deltas.append(now - at)
                 connection.seen_revision = revision
                 reply = HeartbeatReply(at=now, echo_at=at, revision=connection.wanted_revision)
                 await connection.say(reply)
             case GpuSamples(samples=samples):
-                await in_database_thread(sessions.record_gpus, connection.node_id, samples)
+                connection.keep_gpus(samples)
             case Goodbye(reason=reason):
                 log.info("node=%s says goodbye: %s", connection.node, reason)
                 return
             case _ if seq:
                 await connection.facts.put((seq, message))
+
+
+async def _record_gpus(connection: Connection, samples: list[GpuSample]) -> None:
+    try:
+        await in_database_thread(sessions.record_gpus, connection.node_id, samples)
+    except Exception as err:
+        log.warning("node=%s GPU samples not stored: %s", connection.node, err)
 
 
 async def _store_all(connection: Connection) -> None:
@@ -303,7 +350,7 @@ async def _store(connection: Connection, batch: list[tuple[int, FromAgent]]) -> 
                 connection.node_id,
                 batch,
                 session=connection.session,
-                offset_s=connection.offset_s or 0.0,
+                offset_s=connection.offset_s,
             )
         except Exception:
             log.exception("node=%s facts not stored; trying again in %.1f s", connection.node, pause_s)
