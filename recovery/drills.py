@@ -106,7 +106,7 @@ def record_fault(drill_id: str, *, state: str, detail: str, at: float) -> None:
         case "armed":
             Drill.objects.filter(pk=drill_id, state="requested").update(state="armed", detail=detail)
         case "applied":
-            Drill.objects.filter(pk=drill_id).update(state="applied", detail=detail, applied_at=at)
+            Drill.objects.filter(pk=drill_id, ended=False).update(state="applied", detail=detail, applied_at=at)
             _bump_node(drill.node)
         case "refused" | "expired":
             _end(drill, state=state, passed=False, reasons=[detail or f"the agent says: {state}"])

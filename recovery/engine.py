@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 
-from django.db import IntegrityError, transaction
+from django.db import DatabaseError, IntegrityError, transaction
 from django.db.models import F
 
 from recovery import failpoints
@@ -34,7 +34,7 @@ MAX_TRANSITIONS = 20
 """Per call; the next sweep goes on. More than the machine has states, so that only a bug meets it."""
 
 MAX_ADVANCE_ATTEMPTS = 5
-"""Steps of one incident that may begin without being saved (their worker died) before a human is asked."""
+"""Steps of one incident that may begin without being saved (their worker died of it) before a human is asked."""
 
 
 def advance_incident(incident_id: str) -> None:
@@ -53,15 +53,26 @@ def _advance_incident_once(incident_id: str) -> bool:
         return False
     incident = from_json(row.body, Incident)
     now = time.time()
-    situation = load_situation(row.job, incident=incident, command=row.command, now=now)
-    outcome = _decide(row, incident, situation, now)
+    try:
+        situation = load_situation(row.job, incident=incident, command=row.command, now=now)
+        outcome = _decide(row, incident, situation, now)
+    except DatabaseError:
+        raise
+    except Exception:
+        _count_attempt(row)  # a bug that no deadline would ever end; the sweep tries again until a human is asked
+        raise
     if not row.command and outcome == Outcome(incident=incident):
         return False
-    IncidentRow.objects.filter(pk=row.pk, version=row.version).update(advance_attempts=F("advance_attempts") + 1)
+    counted = _count_attempt(row)
     failpoints.hit(f"incident.{incident.state.value}.before_save")
-    with transaction.atomic():
-        _save(row, outcome, now)
-        perform(outcome.instructions, job=row.job, now=now, incident_id=row.pk)
+    try:
+        with transaction.atomic():
+            _save(row, outcome, now)
+            perform(outcome.instructions, job=row.job, now=now, incident_id=row.pk)
+    except Conflict:
+        if counted:
+            _forgive_attempt(row)
+        raise
     failpoints.hit(f"incident.{outcome.incident.state.value}.after_save")
     if outcome.incident.ended:
         advance_job(row.job_id)
@@ -72,6 +83,18 @@ def _decide(row: IncidentRow, incident: Incident, situation: Situation, now: flo
     if row.advance_attempts >= MAX_ADVANCE_ATTEMPTS and incident.state is not IncidentState.ESCALATED:
         return escalate_poisoned(incident, situation, now, attempts=row.advance_attempts)
     return step(incident, situation, now)
+
+
+def _count_attempt(row: IncidentRow) -> bool:
+    """Count a step before it is saved. Workers that come at once count once, or a crowd would look deadly."""
+    seen = IncidentRow.objects.filter(pk=row.pk, version=row.version, advance_attempts=row.advance_attempts)
+    return bool(seen.update(advance_attempts=row.advance_attempts + 1))
+
+
+def _forgive_attempt(row: IncidentRow) -> None:
+    """The incident has changed meanwhile: that step was late, not deadly. One that the world forbids still counts."""
+    changed = IncidentRow.objects.filter(pk=row.pk, advance_attempts__gt=0).exclude(version=row.version)
+    changed.update(advance_attempts=F("advance_attempts") - 1)
 
 
 def _save(row: IncidentRow, outcome: Outcome, now: float) -> None:

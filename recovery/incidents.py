@@ -27,11 +27,12 @@ def open_or_join(job: Job, *, generation: int, rank: int | None, sentence: str, 
     """
     now = time.time()
     row = IncidentRow.objects.filter(job=job, ended=False).first()
+    drill = _drill_behind(job, generation=generation, rank=rank)
     if row is not None:
         _add_fact(row, Entry(kind=EntryKind.FACT, at=fault_at, text=sentence, data={"rank": rank}))
+        if drill is not None:
+            _mark_as_drill(row, drill)
         return row
-    drills = Drill.objects.filter(job=job, generation_number=generation, ended=False, state__in=("armed", "applied"))
-    drill = None if rank is None else drills.filter(rank=rank).first()
     lost = "a runner" if rank is None else f"rank {rank}"
     incident = Incident(
         id=fresh_id("inc"),
@@ -62,8 +63,7 @@ def open_or_join(job: Job, *, generation: int, rank: int | None, sentence: str, 
         )
     ]
     if drill is not None:
-        text = f"This is a drill ({drill.id}): {drill.kind} on rank {rank}, asked for by {drill.requested_by}."
-        entries.append(Entry(kind=EntryKind.DRILL, at=now, text=text, data={"drill": drill.id}))
+        entries.append(_drill_entry(drill, now))
     seq = append_entries(row.pk, entries)
     # The version rises, so that a decision about the job that was made before this incident is not saved after it.
     Job.objects.filter(pk=job.pk).update(
@@ -72,6 +72,26 @@ def open_or_join(job: Job, *, generation: int, rank: int | None, sentence: str, 
     announce(f"incident:{row.pk}", seq)
     announce_change(f"job:{job.pk}")
     return row
+
+
+def _drill_behind(job: Job, *, generation: int, rank: int | None) -> Drill | None:
+    """The drill that asked for this rank's death."""
+    drills = Drill.objects.filter(job=job, generation_number=generation, ended=False, state__in=("armed", "applied"))
+    return None if rank is None else drills.filter(rank=rank).first()
+
+
+def _drill_entry(drill: Drill, now: float) -> Entry:
+    text = f"This is a drill ({drill.id}): {drill.kind} on rank {drill.rank}, asked for by {drill.requested_by}."
+    return Entry(kind=EntryKind.DRILL, at=now, text=text, data={"drill": drill.id})
+
+
+def _mark_as_drill(row: IncidentRow, drill: Drill) -> None:
+    """A rank that only died of the drill's may be heard of first, from another node, and have opened the incident."""
+    row.refresh_from_db()  # the fact that was just added holds the row
+    if row.ended or row.drill_id is not None or row.body["broken_generation"] != drill.generation_number:
+        return
+    IncidentRow.objects.filter(pk=row.pk).update(drill=drill, body={**row.body, "drill": drill.id})
+    announce(f"incident:{row.pk}", append_entries(row.pk, [_drill_entry(drill, time.time())]))
 
 
 def _add_fact(row: IncidentRow, entry: Entry) -> None:
@@ -103,7 +123,9 @@ def command_incident(incident_id: str, *, kind: str, by: str) -> IncidentRow:
                 f"possible are {', '.join(sorted(fitting))}."
             )
         # The version rises, so that a step that was decided without the command cannot wipe it out.
-        IncidentRow.objects.filter(pk=incident_id, ended=False).update(command=command.value, version=F("version") + 1)
+        asked = IncidentRow.objects.filter(pk=incident_id, state=row.state, ended=False)
+        if not asked.update(command=command.value, version=F("version") + 1):
+            raise CommandRefused(f"Incident {incident_id} has moved on from {row.state} meanwhile: look and ask again.")
         entry = Entry(
             kind=EntryKind.OPERATOR,
             at=time.time(),

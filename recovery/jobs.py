@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Mapping
@@ -16,6 +17,8 @@ from recovery.models import Job
 from recovery.wakeup import announce_change, ask_to_advance
 
 MAX_SPEC_TEXT = 4000
+MAX_SPEC_BYTES = 64 * 1024
+"""A node gets all that it should run in one frame of 1 MiB: what does not fit could not be stopped either."""
 
 
 def submit_job(spec: Mapping[str, Any], *, owner: str) -> Job:
@@ -66,18 +69,34 @@ def capture_spec(spec: Mapping[str, Any]) -> dict[str, Any]:
     unknown = sorted(set(spec) - known)
     if unknown:
         raise JobRefused(f"The spec has unknown fields {', '.join(unknown)}; known are {', '.join(sorted(known))}.")
-    return {
+    captured = {
         "name": _text(spec, "name"),
         "argv": _argv(spec),
         "working_directory": _absolute(spec, "working_directory"),
         "environment": _environment(spec),
         "nodes": _count(spec, "nodes", default=1, most=10_000),
         "ranks_per_node": _count(spec, "ranks_per_node", default=1, most=64),
-        "total_steps": None if spec.get("total_steps") is None else _count(spec, "total_steps", default=1, most=2**31),
+        "total_steps": None
+        if spec.get("total_steps") is None
+        else _count(spec, "total_steps", default=1, most=2**31 - 1),
         "checkpoint_directory": _absolute(spec, "checkpoint_directory"),
         "user": "" if not spec.get("user") else _text(spec, "user"),
         "stop_limit_s": _seconds(spec, "stop_limit_s", default=30.0),
     }
+    _check_size(captured)
+    return captured
+
+
+def _check_size(captured: Mapping[str, Any]) -> None:
+    try:
+        size_bytes = len(json.dumps(captured, ensure_ascii=False).encode())
+    except UnicodeEncodeError as err:
+        raise JobRefused(f"The spec holds a character that is half of a pair and cannot be sent ({err}).") from err
+    if size_bytes > MAX_SPEC_BYTES:
+        raise JobRefused(
+            f"The spec has {size_bytes} bytes, at most {MAX_SPEC_BYTES} are taken: "
+            "pass long arguments and environments in a file that every node sees."
+        )
 
 
 def _text(spec: Mapping[str, Any], field: str) -> str:

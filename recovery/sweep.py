@@ -14,7 +14,7 @@ import time
 from django.db import close_old_connections
 from django.db.models import Q
 
-from recovery import engine
+from recovery import absence, engine
 from recovery.domain.instructions import JOB_ENDS
 from recovery.drills import settle_drill
 from recovery.models import Claim, Drill, IncidentRow, Job
@@ -36,6 +36,7 @@ def sweep_if_due() -> bool:
     if not taken:
         return False
     try:
+        absence.note_presence()
         sweep()
     finally:
         Claim.objects.filter(name="sweep", holder=holder).update(until=0.0, last_done_at=time.time())

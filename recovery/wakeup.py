@@ -17,6 +17,9 @@ log = logging.getLogger(__name__)
 LIVE_STREAM = "everstep:live"
 ORDERS_CHANNEL = "everstep:orders"
 _TIMEOUT_S = 1.0
+_AWAY_S = 1.0
+_away_until = 0.0
+"""A broker that hangs costs each hint a second; so after one that failed, none is tried for a while."""
 _last_complaint = 0.0
 
 
@@ -81,10 +84,13 @@ def _enqueue(incident: str | None, job: str | None) -> None:
 
 
 def _quietly(function: Any, *arguments: Any) -> None:
-    global _last_complaint
+    global _away_until, _last_complaint
+    if time.monotonic() < _away_until:
+        return
     try:
         function(*arguments)
     except Exception as err:
+        _away_until = time.monotonic() + _AWAY_S
         if time.monotonic() - _last_complaint > 60:
             _last_complaint = time.monotonic()
             log.warning("broker not reached, going on by the sweep: %s", err)

@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from agents.protocol.codec import agent_frames, encode_frame, server_frames
-from agents.protocol.errors import MalformedFrame, OutOfOrder, UnsupportedVersion
+from agents.protocol.errors import MalformedFrame, OutOfOrder, OversizedFrame, UnsupportedVersion
 from agents.protocol.messages import DURABLE, Ack, FromAgent, FromServer, Hello, Message, OutboxGap, Welcome
 from agents.protocol.version import OLDEST_SUPPORTED_VERSION, PROTOCOL_VERSION
 
@@ -22,11 +22,15 @@ class Outbox:
     When `limit` is reached the oldest are dropped and a numbered gap takes their place, so that the loss is told.
     """
 
+    FULL = "the agent's outbox was full"
+    FORGOTTEN = "the server had acknowledged them and does not hold them any more"
+
     outbox_id: str
     limit: int = 50_000
     next_seq: int = 1
     _pending: deque[tuple[int, Message]] = field(default_factory=deque)
     _dropped: tuple[int, int] | None = None
+    _dropped_because: str = FULL
 
     def add(self, message: Message) -> int:
         """Number a message and keep it until it is acknowledged."""
@@ -36,8 +40,18 @@ class Outbox:
         while len(self._pending) > self.limit:
             lost, _ = self._pending.popleft()
             first = self._dropped[0] if self._dropped else lost
-            self._dropped = (first, lost)
+            self._dropped, self._dropped_because = (first, lost), self.FULL
         return seq
+
+    def begin(self, acknowledged: int) -> None:
+        """A connection begins where the server stands.
+
+        That may be before what it once acknowledged, if it was restored from a backup: the difference is a gap.
+        """
+        self.acknowledge(acknowledged)
+        first = self._pending[0][0] if self._pending else self.next_seq
+        if self._dropped is None and first > acknowledged + 1:
+            self._dropped, self._dropped_because = (acknowledged + 1, first - 1), self.FORGOTTEN
 
     def acknowledge(self, through: int) -> None:
         """Forget everything up to and including `through`."""
@@ -51,7 +65,7 @@ class Outbox:
         result: list[tuple[int, Message]] = []
         if self._dropped and self._dropped[1] > after:
             first, last = self._dropped
-            gap = OutboxGap(first_seq=max(first, after + 1), last_seq=last, reason="the agent's outbox was full")
+            gap = OutboxGap(first_seq=max(first, after + 1), last_seq=last, reason=self._dropped_because)
             result.append((last, gap))
         result.extend((seq, message) for seq, message in self._pending if seq > after)
         return result
@@ -83,7 +97,7 @@ class AgentSession:
         _, message = self._decoder.decode(frame)
         match message:
             case Welcome(acknowledged=acknowledged):
-                self._outbox.acknowledge(acknowledged)
+                self._outbox.begin(acknowledged)
                 self._sent_through = acknowledged
             case Ack(through=through):
                 self._outbox.acknowledge(through)
@@ -95,7 +109,7 @@ class AgentSession:
             return []
         frames = []
         for seq, message in self._outbox.pending(after=self._sent_through):
-            frames.append(encode_frame(message, seq=seq))
+            frames.append(_frame_or_gap(seq, message))
             self._sent_through = seq
         return frames
 
@@ -104,6 +118,15 @@ class AgentSession:
         if isinstance(message, DURABLE):
             raise TypeError(f"{type(message).__name__} is durable: add it to the outbox")
         return encode_frame(message)
+
+
+def _frame_or_gap(seq: int, message: Message) -> bytes:
+    """One message that cannot be encoded must not end every connection: its loss is told in its place."""
+    try:
+        return encode_frame(message, seq=seq)
+    except (OversizedFrame, UnicodeEncodeError, OverflowError) as err:
+        reason = f"a {type(message).__name__} could not be encoded ({err})"
+        return encode_frame(OutboxGap(first_seq=seq, last_seq=seq, reason=reason[:1000]), seq=seq)
 
 
 class ServerSession:

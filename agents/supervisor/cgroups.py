@@ -57,11 +57,17 @@ class ControlGroup:
     def kill(self) -> None:
         """Kill all that is in the group now, new forks included (Linux 5.14; before, one by one)."""
         try:
-            (self.path / "cgroup.kill").write_text("1")
+            # Opened without the wish to create: where there is no such file, the kernel would refuse it as forbidden.
+            descriptor = os.open(self.path / "cgroup.kill", os.O_WRONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             for pid in self.processes():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+            return
+        try:
+            os.write(descriptor, b"1")
+        finally:
+            os.close(descriptor)
 
     def remove(self) -> None:
         """Remove the empty group; what cannot be removed yet stays and does no harm."""

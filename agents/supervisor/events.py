@@ -13,8 +13,9 @@ from msgspec import Meta, Struct
 _MAX_LINE_BYTES = 64 * 1024
 _CHUNK_BYTES = 1 << 20
 
-_Pid = Annotated[int, Meta(ge=1, le=2**31)]
+_Pid = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 _Rank = Annotated[int, Meta(ge=0, le=2**31)]
+_Status = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 
 
 class _Event(Struct, frozen=True, kw_only=True, tag_field="kind"):
@@ -34,8 +35,8 @@ class RankBegan(_Event, frozen=True, tag="rank_started"):
 class RankEnded(_Event, frozen=True, tag="rank_exited"):
     rank: _Rank
     pid: _Pid
-    exit_code: int | None = None
-    signal: int | None = None
+    exit_code: _Status | None = None
+    signal: _Status | None = None
     detail: str = ""
 
 

@@ -53,18 +53,16 @@ class HighestStore:
         risen = {job: known for job, known in changed.items() if self._rises(job, known)}
         if not risen:
             return
-        for job, known in risen.items():
-            self._jobs.pop(job, None)
-            self._jobs[job] = known
-        for job in list(self._jobs)[:-_JOBS_KEPT]:
-            del self._jobs[job]
+        jobs = {job: known for job, known in self._jobs.items() if job not in risen} | risen
+        jobs = dict(list(jobs.items())[-_JOBS_KEPT:])
         write_json(
             self._path,
             {
                 job: {"generation": known.generation, "plan_id": known.plan_id, "stopped": known.stopped}
-                for job, known in self._jobs.items()
+                for job, known in jobs.items()
             },
         )
+        self._jobs = jobs  # only now: what is not on disk must not count as recorded
 
     def for_hello(self) -> list[HighestGeneration]:
         return [

@@ -11,6 +11,8 @@ from pathlib import Path
 
 MARK_VARIABLE = "EVERSTEP_MARK"
 _PROC = Path("/proc")
+_GONE = (FileNotFoundError, ProcessLookupError, PermissionError)
+"""Gone, or none of ours. Any other error (too many open files) says nothing about a process and is passed on."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +32,10 @@ class Process:
 
 
 def read_process(pid: int) -> Process | None:
-    """Return one process, None if there is none."""
+    """Return one process, None if there is none. Raises `OSError` if that cannot be told."""
     try:
         text = (_PROC / str(pid) / "stat").read_bytes()
-    except OSError:
+    except _GONE:
         return None
     # The name in parentheses may hold anything, also spaces and parentheses.
     words = text[text.rindex(b")") + 2 :].split()
@@ -51,10 +53,10 @@ def all_processes() -> dict[int, Process]:
 
 
 def carries_mark(pid: int, mark: str) -> bool:
-    """Whether the process was started with the generation's mark in its environment."""
+    """Whether the process was started with the generation's mark. Raises `OSError` if that cannot be told."""
     try:
         environment = (_PROC / str(pid) / "environ").read_bytes()
-    except OSError:
+    except _GONE:
         return False
     return f"{MARK_VARIABLE}={mark}".encode() in environment.split(b"\0")
 
@@ -86,7 +88,11 @@ def open_exact(pid: int, start_time: int | None) -> int | None:
     except (ProcessLookupError, ValueError, OverflowError):
         return None
     # Checked after opening: from here on the descriptor cannot come to mean another process.
-    process = read_process(pid)
+    try:
+        process = read_process(pid)
+    except OSError:
+        os.close(descriptor)
+        raise
     if process is None or (start_time is not None and process.start_time != start_time):
         os.close(descriptor)
         return None

@@ -66,9 +66,15 @@ class RunnerProcess:
                 )
             except OSError as err:
                 raise StartFailed(f"The runner could not be started: {err}. Look at this node's limits.") from err
-        process = read_process(child.pid)
-        assert process is not None  # a child stays at least a zombie until it is waited for
-        return cls(pid=child.pid, start_time=process.start_time, descriptor=os.pidfd_open(child.pid), child=child)
+        try:
+            process = read_process(child.pid)
+            assert process is not None  # a child stays at least a zombie until it is waited for
+            return cls(pid=child.pid, start_time=process.start_time, descriptor=os.pidfd_open(child.pid), child=child)
+        except BaseException as err:
+            # It is nothing but the starter yet. Left alive, it would run on while its run counts as not started.
+            child.kill()
+            child.wait()
+            raise StartFailed(f"The runner could not be watched: {err}. Look at this node's limits.") from err
 
     @classmethod
     def adopt(cls, *, pid: int, start_time: int | None) -> RunnerProcess | None:

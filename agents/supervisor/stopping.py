@@ -39,11 +39,17 @@ async def prove_stopped(
     pause_s, tell_at = _FIRST_PAUSE_S, time.monotonic() + _TELL_AFTER_S
     while True:
         looked_at = target()
-        left = _kill_group(looked_at, killed) if looked_at.group else _kill_tree(looked_at, own_children, killed)
-        if not left:
-            return _proof(looked_at, killed)
+        try:
+            left = _kill_group(looked_at, killed) if looked_at.group else _kill_tree(looked_at, own_children, killed)
+        except OSError as err:
+            # A look that failed proves nothing, and to give up would leave the server waiting for ever.
+            words = f"It could not be looked for what is left ({err}); trying again."
+        else:
+            if not left:
+                return _proof(looked_at, killed)
+            words = _words(left)
         if time.monotonic() >= tell_at:
-            stuck(_words(left))
+            stuck(words)
             tell_at = time.monotonic() + _TELL_AFTER_S
         await asyncio.sleep(pause_s)
         pause_s = min(_LONGEST_PAUSE_S, pause_s * 1.5)

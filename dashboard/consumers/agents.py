@@ -48,7 +48,7 @@ PUSH_AGAIN_AFTER_S = 5.0
 SEND_WITHIN_S = 5.0
 """A peer whose socket takes nothing for this long is let go: orders to all others wait behind it."""
 CLOCK_BEATS = 30
-"""Heartbeats that the offset of an agent's clock is taken from; older ones are forgotten, since clocks are put right."""
+"""Heartbeats that tell the offset of an agent's clock; older ones are forgotten, since clocks are put right."""
 MAX_WAITING_FACTS = 2000
 MAX_BATCH = 500
 

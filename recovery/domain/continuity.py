@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -72,6 +73,7 @@ class Verdict:
     digest_parts: tuple[str, ...] = ()
     """Parts whose digests were compared and are equal on every rank."""
     max_relative_difference: float = 0.0
+    """Always finite, so that it can be stored: the largest number there is where only one of two losses is finite."""
     rule: str = RULE_VERSION
 
     @property
@@ -122,7 +124,7 @@ def judge(
         steps_lost=reached - parent_step,
         caught_up=caught_up,
         digest_parts=parts,
-        max_relative_difference=comparison.max_relative_difference,
+        max_relative_difference=min(comparison.max_relative_difference, sys.float_info.max),
     )
 
 

@@ -18,10 +18,11 @@ from recovery.domain.instructions import (
     StopGeneration,
 )
 from recovery.domain.lineage import NoCheckpoint, ParentChoice, choose_parent, reached_step
-from recovery.domain.placement import NoCapacity, choose_nodes, lost_nodes
+from recovery.domain.placement import NoCapacity, choose_nodes, lost_nodes, unseen_nodes
 from recovery.domain.plan import RecoveryPlan
 from recovery.domain.rollout import endpoint_port, fingerprint_difference
 from recovery.domain.situation import Situation
+from recovery.domain.timeline import join_names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +149,7 @@ def _follow(situation: Situation, now: float) -> JobOutcome:
             )
         )
     if job.state is not JobState.LAUNCHING:
-        return JobOutcome()
+        return JobOutcome(instructions=_release_unused(situation, generation))
     if generation.not_restored:
         return _unfaithful(situation, generation)
     if generation.stepping:
@@ -157,6 +158,10 @@ def _follow(situation: Situation, now: float) -> JobOutcome:
         share = generation.failed_shares[0]
         return _launch_failed(situation, f"{share.node}: {share.detail or share.reason or 'its runner is gone'}")
     if now - job.state_since > situation.policy.launching_s:
+        unseen = unseen_nodes(generation.plan, situation.fleet)
+        if unseen:  # a launch that cannot be seen has not failed
+            why = f"No contact with {join_names(unseen)}: whether its ranks train is not known."
+            return JobOutcome(instructions=(MarkJob(job=job.id, state=JobState.LAUNCHING, reason=why),))
         return _launch_failed(situation, "its ranks did not train in time")
     return JobOutcome()
 
@@ -203,6 +208,16 @@ def _release_when_gone(situation: Situation) -> tuple[Instruction, ...]:
         return ()
     holds = any(node.claimed_by == job.id for node in situation.fleet.nodes)
     return (ReleaseNodes(job=job.id),) if holds else ()
+
+
+def _release_unused(situation: Situation, generation: GenerationView) -> tuple[Instruction, ...]:
+    """A launch that failed may have claimed other nodes: a running job gives them back, once proven empty."""
+    job = situation.job
+    if job.state is not JobState.RUNNING or situation.unfenced_before(generation.number):
+        return ()
+    kept = generation.plan.nodes
+    unused = any(node.claimed_by == job.id and node.name not in kept for node in situation.fleet.nodes)
+    return (ReleaseNodes(job=job.id, keep=kept),) if unused else ()
 
 
 def _stops(situation: Situation) -> tuple[Instruction, ...]:

@@ -26,7 +26,7 @@ from recovery.domain.instructions import (
     StopGeneration,
 )
 from recovery.domain.lineage import NoCheckpoint, ParentChoice, choose_parent, reached_step
-from recovery.domain.placement import NoCapacity, Placed, choose_nodes, lost_nodes
+from recovery.domain.placement import NoCapacity, Placed, choose_nodes, lost_nodes, unseen_nodes
 from recovery.domain.plan import RecoveryPlan
 from recovery.domain.receipt import Receipt
 from recovery.domain.rollout import endpoint_port, fingerprint_difference
@@ -411,9 +411,8 @@ def _replan(incident: Incident, situation: Situation, now: float, *, why: str, c
     spent = replace(incident, attempt=incident.attempt + costs_rung)
     policy = situation.policy
     if spent.attempt >= policy.max_attempts or spent.plans_made >= policy.max_plans:
-        return _escalate(
-            spent, situation, now, f"Generation {number} failed ({why}); {spent.attempt} attempts are used up."
-        )
+        no_more = f"{spent.attempt} attempts" if spent.attempt >= policy.max_attempts else f"{spent.plans_made} plans"
+        return _escalate(spent, situation, now, f"Generation {number} failed ({why}); {no_more} are used up.")
     return _move(
         replace(spent, plan=None, run_ordered_at=None, first_step_at=None),
         S.STOPPING,
@@ -466,11 +465,11 @@ def _overdue(incident: Incident, situation: Situation, now: float) -> Outcome:
     generation = _live_generation(incident, situation)
     match incident.state:
         case S.LAUNCHING if generation is not None:
-            return _relaunch(incident, situation, generation, now, why="its ranks did not train in time")
+            return _launch_overdue(incident, situation, generation, now)
         case S.VERIFYING if generation is not None and situation.verdict and situation.verdict.proven:
             return _recovered(incident, situation, generation, situation.verdict, now)
         case S.STOPPING:
-            nodes = [node for g in situation.generations if not g.fenced for node in g.unfenced_nodes]
+            nodes = list(dict.fromkeys(n for g in situation.generations if not g.fenced for n in g.unfenced_nodes))
             return _escalate(
                 incident, situation, now, f"No proof that the old ranks are gone from {join_names(nodes)}."
             )
@@ -478,6 +477,20 @@ def _overdue(incident: Incident, situation: Situation, now: float) -> Outcome:
             return Outcome(incident=incident)
     waited = now - incident.state_since
     return _escalate(incident, situation, now, f"Nothing moved for {waited:.0f} s while {incident.state.value}.")
+
+
+def _launch_overdue(incident: Incident, situation: Situation, generation: GenerationView, now: float) -> Outcome:
+    """A launch that cannot be seen has not failed: it gets more time once, and then a human looks."""
+    unseen = unseen_nodes(generation.plan, situation.fleet)
+    if not unseen:
+        return _relaunch(incident, situation, generation, now, why="its ranks did not train in time")
+    why = f"There is no contact with {join_names(unseen)}: whether generation {generation.number} trains is not known."
+    first_deadline = situation.policy.deadline(S.LAUNCHING, now=incident.state_since)
+    if first_deadline is None or (incident.deadline_at or now) > first_deadline + 1.0:
+        return _escalate(incident, situation, now, why)
+    waiting = replace(incident, deadline_at=situation.policy.deadline(S.STOPPING, now=now))
+    decision = Entry(kind=EntryKind.DECISION, at=now, text=f"{why} Nothing is stopped; waiting for contact.")
+    return Outcome(incident=waiting, entries=(decision,))
 
 
 def _escalate(incident: Incident, situation: Situation, now: float, why: str) -> Outcome:

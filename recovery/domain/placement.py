@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from recovery.domain.fleet import FleetSnapshot, NodeView
+from recovery.domain.fleet import FleetSnapshot, NodeHealth, NodeView
 from recovery.domain.plan import RecoveryPlan
 from recovery.domain.timeline import join_names
 
@@ -82,6 +82,12 @@ def lost_nodes(plan: RecoveryPlan, fleet: FleetSnapshot) -> list[str]:
         if node is None or not node.can_take(job=plan.job, ranks=plan.ranks_per_node):
             lost.append(name)
     return lost
+
+
+def unseen_nodes(plan: RecoveryPlan, fleet: FleetSnapshot) -> list[str]:
+    """Nodes of a plan of which nothing is known right now: what their ranks do is not known either."""
+    seen = {node.name for node in fleet.nodes if node.health is not NodeHealth.UNKNOWN}
+    return [name for name in plan.nodes if name not in seen]
 
 
 def _why_not(node: NodeView | None, name: str, *, job: str, ranks: int, excluded: Sequence[str]) -> str:

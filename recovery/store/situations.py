@@ -138,7 +138,11 @@ def _judge(job: Job, incident: Incident, situation: Situation, new: GenerationVi
     parent_step = new.plan.parent.step if new.plan.parent else 0
     reached = max(incident.reached_step or 0, parent_step)
     last = min(reached, parent_step + COMPARE_AT_MOST_STEPS)
-    replayed = _records(job, new.number, first=parent_step + 1, last=last + 1)
+    replayed = {
+        **_records(job, new.number, first=parent_step + 1, last=last),
+        # Beyond the last one that counts, so that a replay too long to be compared in full still ends.
+        **_records(job, new.number, first=reached + 1, last=reached + 1),
+    }
     reference: dict[tuple[int, int], StepRecord] = {}
     by_number = {generation.number: generation for generation in situation.generations}
     for number in reference_generations(by_number, upto=new.number):

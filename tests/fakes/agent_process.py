@@ -78,9 +78,14 @@ class AgentProcess:
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
             self._process.wait()
-        for pid in self.marked():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        quiet_looks = 0
+        while quiet_looks < 3:  # one look may fall between the fork of a rank and its exec, when it has no mark yet
+            left = self.marked()
+            quiet_looks = 0 if left else quiet_looks + 1
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.05)
 
     def marked(self, mark: str = "job-1:") -> list[int]:
         """Living processes of this agent's runs."""

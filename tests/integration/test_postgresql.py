@@ -14,7 +14,10 @@ from urllib.parse import quote
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TESTS = ("test_recovery_pipeline.py", "test_agent_socket.py", "test_api_writes.py", "test_queries.py")
+TESTS = (
+    "test_recovery_pipeline.py", "test_agent_socket.py", "test_api_writes.py", "test_queries.py",
+    "test_ingest_hard_facts.py", "test_engine_limits.py", "test_drill_marks.py", "test_agent_socket_trouble.py",
+)  # fmt: skip
 
 
 def program(name: str) -> str:

@@ -78,3 +78,17 @@ def test_drills_survive(tmp_path: Path) -> None:
     (tmp_path / "drills.json").write_text('[{"drill": 3}]')
     with pytest.raises(StateUnusable):
         DrillStore(tmp_path).load()
+
+
+def test_generation_that_could_not_be_written_down_does_not_count_as_known(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    store = HighestStore(state)
+    for _ in range(2):
+        with pytest.raises(StateUnusable):
+            store.merge({"j": HighWater(generation=2, plan_id="p2")})
+    assert store.jobs == {}
+    state.mkdir()
+    store.merge({"j": HighWater(generation=2, plan_id="p2")})
+    again = HighestStore(state)
+    again.load()
+    assert again.jobs == {"j": HighWater(generation=2, plan_id="p2")}
