@@ -63,6 +63,7 @@ class Daemon:
         )
         self._groups = NodeGroups.find(settings.name) if settings.cgroups else None
         place = Workplace(
+            node=settings.name,
             boot_id=self._boot_id,
             runner_command=settings.runner_command,
             checks_runner=settings.runner_command == RUNNER_COMMAND,

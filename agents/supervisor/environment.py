@@ -27,6 +27,7 @@ def rank_environment(
     job: str,
     generation: int,
     plan_id: str,
+    mark: str,
     socket: Path,
     log_directory: Path,
 ) -> dict[str, str]:
@@ -41,10 +42,13 @@ def rank_environment(
         "EVERSTEP_CHECKPOINT_DIR": launch.checkpoint_directory,
         "EVERSTEP_RESUME": resume,
         "EVERSTEP_LOG_DIR": str(log_directory),
-        MARK_VARIABLE: mark_of(job, generation, plan_id),
+        MARK_VARIABLE: mark,
     }
 
 
-def mark_of(job: str, generation: int, plan_id: str) -> str:
-    """What tells the processes of one generation from all others."""
-    return f"{job}:{generation}:{plan_id}"
+def mark_of(job: str, generation: int, plan_id: str, *, node: str) -> str:
+    """What tells the processes of one generation on one node from all others.
+
+    The node's name is part of it, since several agents may share a machine: none may kill another's ranks.
+    """
+    return f"{job}:{generation}:{plan_id}:{node}"

@@ -55,6 +55,7 @@ _REASONS = {"port_busy": PORT_BUSY, "rank_failed": "", "": ""}
 class Workplace:
     """What runs share on this node."""
 
+    node: str
     boot_id: str
     runner_command: tuple[str, ...]
     checks_runner: bool
@@ -92,7 +93,7 @@ class Run:
         self.exited: set[int] = set()
         self._place = place
         self._files = place.records.files(job, generation)
-        self._mark = mark_of(job, generation, plan_id)
+        self._mark = mark_of(job, generation, plan_id, node=place.node)
         self._group = place.groups.group(job, generation) if place.groups else None
         self._events = EventTail(self._files.events)
         self._record: RunRecord | None = None
@@ -288,6 +289,7 @@ class Run:
             job=self.job,
             generation=self.generation,
             plan_id=self.plan_id,
+            mark=self._mark,
             socket=place.socket,
             log_directory=self._files.logs,
         )

@@ -193,7 +193,7 @@ class Supervisor:
             record = self._place.records.read(job, generation)
             groups = self._place.groups
             target = Target(
-                mark=mark_of(job, generation, plan_id),
+                mark=mark_of(job, generation, plan_id, node=self._place.node),
                 group=groups.group(job, generation) if groups else None,
                 runner=None,
             )

@@ -111,6 +111,8 @@ class Incident:
     avoided_nodes: tuple[str, ...] = ()
     """Nodes on which a relaunch died; taken again only if there is no other."""
     escalation: str = ""
+    awaits_proof: bool = False
+    """Escalated for want of a proof of stop only: goes on by itself if the proof comes."""
     version: int = 0
 
     @property

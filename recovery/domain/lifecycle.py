@@ -40,7 +40,7 @@ def step_job(situation: Situation, now: float) -> JobOutcome:
     if job.state in JOB_ENDS:
         return JobOutcome(instructions=(*_stops(situation), *_release_when_gone(situation)))
     if job.stop_wanted or job.state is JobState.STOPPING:
-        return _stop(situation)
+        return _stop(situation, now)
     match job.state:
         case JobState.PENDING:
             return _place(situation, now)
@@ -51,12 +51,18 @@ def step_job(situation: Situation, now: float) -> JobOutcome:
     return JobOutcome()
 
 
-def _stop(situation: Situation) -> JobOutcome:
+def _stop(situation: Situation, now: float) -> JobOutcome:
     job = situation.job
     stops = _stops(situation)
+    unfenced = [node for generation in situation.generations for node in generation.unfenced_nodes]
     if stops or not all(generation.fenced for generation in situation.generations):
-        marks = () if job.state is JobState.STOPPING else (MarkJob(job=job.id, state=JobState.STOPPING),)
-        return JobOutcome(instructions=(*stops, *marks))
+        if job.state is not JobState.STOPPING:
+            return JobOutcome(instructions=(*stops, MarkJob(job=job.id, state=JobState.STOPPING)))
+        if now - job.state_since <= situation.policy.placing_s:
+            return JobOutcome(instructions=stops)
+        missing = join_names(tuple(dict.fromkeys(unfenced)))
+        reason = f"Waiting for proof that its ranks are gone from {missing}."
+        return JobOutcome(instructions=(*stops, MarkJob(job=job.id, state=JobState.STOPPING, reason=reason)))
     return JobOutcome(instructions=(MarkJob(job=job.id, state=JobState.STOPPED), ReleaseNodes(job=job.id)))
 
 

@@ -144,6 +144,7 @@ def _stopping(incident: Incident, situation: Situation, now: float) -> Outcome:
     )
     if incident.plan is not None and _is_stale(incident.plan, known, situation):
         return _plan_afresh(incident, situation, now)
+    known, second_look = _second_look(known, situation)
     told = tuple(
         Entry(
             kind=EntryKind.PROOF,
@@ -154,7 +155,27 @@ def _stopping(incident: Incident, situation: Situation, now: float) -> Outcome:
         for proof in proofs
     )
     moved = _move(known, S.PLACING, situation, now, "Every old node is fenced; choosing and preparing nodes.")
-    return replace(moved, entries=(*told, *moved.entries))
+    return replace(moved, entries=(*second_look, *told, *moved.entries))
+
+
+def _second_look(incident: Incident, situation: Situation) -> tuple[Incident, tuple[Entry, ...]]:
+    """The cause once more, now that every old node has told what it knew: the first death heard may be an echo."""
+    broken = situation.generation(incident.broken_generation)
+    told = [rank for rank in broken.ranks if rank.signal or rank.exit_code is not None] if broken else []
+    cause = diagnose(told)
+    if (
+        cause is None
+        or incident.cause is None
+        or (cause.rank, cause.kind) == (incident.cause.rank, incident.cause.kind)
+    ):
+        return incident, ()
+    entry = Entry(
+        kind=EntryKind.FAULT,
+        at=incident.fault_at,
+        text=f"On a second look, with word from every node: {cause.sentence}",
+        data={"rank": cause.rank, "node": cause.node, "kind": cause.kind.value, "cascade": list(cause.cascade)},
+    )
+    return replace(incident, cause=cause), (entry,)
 
 
 def _is_stale(plan: RecoveryPlan, incident: Incident, situation: Situation) -> bool:
@@ -265,6 +286,15 @@ def _waiting(incident: Incident, situation: Situation, now: float) -> Outcome:
     return _move(incident, S.PLACING, situation, now, "What was missing is there now.")
 
 
+def _escalated(incident: Incident, situation: Situation, now: float) -> Outcome:
+    """A human was asked for want of a proof; if it comes after all, for example after a reboot, recovery goes on."""
+    keep = incident.plan.generation if incident.plan else None
+    if not incident.awaits_proof or any(not g.fenced for g in situation.generations if g.number != keep):
+        return Outcome(incident=incident)
+    waiting_no_more = replace(incident, awaits_proof=False, escalation="")
+    return _move(waiting_no_more, S.STOPPING, situation, now, "The missing proofs have come: recovery goes on.")
+
+
 _Handler = Callable[[Incident, Situation, float], Outcome]
 _HANDLERS: dict[IncidentState, _Handler] = {
     S.DETECTED: _detected,
@@ -274,6 +304,7 @@ _HANDLERS: dict[IncidentState, _Handler] = {
     S.VERIFYING: _verifying,
     S.WAITING_FOR_CAPACITY: _waiting,
     S.WAITING_FOR_CHECKPOINT: _waiting,
+    S.ESCALATED: _escalated,
 }
 
 
@@ -470,9 +501,8 @@ def _overdue(incident: Incident, situation: Situation, now: float) -> Outcome:
             return _recovered(incident, situation, generation, situation.verdict, now)
         case S.STOPPING:
             nodes = list(dict.fromkeys(n for g in situation.generations if not g.fenced for n in g.unfenced_nodes))
-            return _escalate(
-                incident, situation, now, f"No proof that the old ranks are gone from {join_names(nodes)}."
-            )
+            why = f"No proof that the old ranks are gone from {join_names(nodes)}."
+            return _escalate(replace(incident, awaits_proof=True), situation, now, why)
         case S.ESCALATED:
             return Outcome(incident=incident)
     waited = now - incident.state_since

@@ -278,3 +278,11 @@ def test_stop_of_a_job_that_never_ran_needs_no_proof() -> None:
 
 def test_phases_of_the_scenes_are_what_they_say() -> None:
     assert (prepared(plan()).wanted, generation(1).wanted) == (AssignmentPhase.PREPARE, AssignmentPhase.RUN)
+
+
+def test_stop_that_is_not_proven_in_time_says_what_it_waits_for() -> None:
+    late = NOW + 1000
+    outcome = step_job(life(J.STOPPING, stopping(generation(1)), stop_wanted=True), late)
+    (mark,) = outcome.instructions
+    assert isinstance(mark, MarkJob)
+    assert mark.reason == "Waiting for proof that its ranks are gone from gpu-01 and gpu-02."

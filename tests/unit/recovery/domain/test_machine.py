@@ -810,3 +810,37 @@ def test_the_whole_line_from_fault_to_receipt() -> None:
     assert story == [S.STOPPING, S.STOPPING, S.PLACING, S.LAUNCHING, S.VERIFYING, S.RECOVERED]
     assert CHECKPOINTS[-1] == current.plan.parent if current.plan else False
     assert AssignmentPhase.RUN is trains().wanted
+
+
+# --- Late words ---
+
+
+def test_page_for_want_of_a_proof_is_taken_back_when_the_proof_comes() -> None:
+    unproven = stopping(lost_rank_1())
+    waiting = incident(S.STOPPING, cause=None)
+    paged = step(waiting, situation(unproven), waiting.deadline_at or NOW).incident
+    while paged.state is not S.ESCALATED:
+        paged = step(replace(paged, deadline_at=NOW), situation(unproven), NOW).incident
+    assert step(paged, situation(unproven), NOW).incident == paged
+    outcome = step(paged, situation(OLD), NOW)
+    assert (outcome.incident.state, outcome.incident.escalation) == (S.STOPPING, "")
+
+
+def test_page_for_another_reason_stays_when_everything_is_fenced() -> None:
+    paged = incident(S.ESCALATED, deadline_at=None, escalation="why")
+    assert step(paged, situation(OLD), NOW) == Outcome(incident=paged)
+
+
+def test_echo_that_was_heard_first_is_corrected_once_every_node_has_told() -> None:
+    base = generation(1)
+    echo = exited(base.ranks[0], code=1, at=NOW - 0.4, detail="Connection closed by peer")
+    heard = step(incident(), situation(replace(base, ranks=(echo, base.ranks[1]))), NOW).incident
+    assert heard.cause is not None
+    assert heard.cause.rank == 0
+    world = situation(fenced(replace(base, ranks=(echo, killed(base.ranks[1])))))
+    outcome = step(replace(heard, plan=None), world, NOW)
+    while outcome.incident.state is S.STOPPING:
+        outcome = step(outcome.incident, world, NOW)
+    assert outcome.incident.cause is not None
+    assert (outcome.incident.cause.rank, outcome.incident.cause.kind) == (1, CauseKind.RANK_KILLED)
+    assert "On a second look" in outcome.entries[0].text
