@@ -19,7 +19,8 @@ from recovery.domain.detection import Fault, find_fault
 from recovery.domain.incident import Incident, IncidentState
 from recovery.domain.instructions import Instruction, MarkJob
 from recovery.domain.lifecycle import step_job
-from recovery.domain.machine import Outcome, escalate_poisoned, step
+from recovery.domain.machine import step
+from recovery.domain.moves import Outcome, escalate_poisoned
 from recovery.domain.situation import Situation
 from recovery.incidents import open_or_join
 from recovery.models import IncidentRow, Job

@@ -25,6 +25,8 @@ Source: a resume at another world size stayed within 2.4e-6 over 60 steps; 1e-5 
 
 
 class VerdictKind(StrEnum):
+    """How far continuity is proven: to the bit, by state, not at all, or disproven."""
+
     BIT_EQUAL = "bit-equal"
     STATE_EQUAL = "state-equal"
     INCONCLUSIVE = "inconclusive"

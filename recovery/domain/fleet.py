@@ -49,6 +49,8 @@ class NodeView:
 
 @dataclass(frozen=True, kw_only=True)
 class FleetSnapshot:
+    """Every node that has joined, at one moment."""
+
     nodes: tuple[NodeView, ...]
 
     def node(self, name: str) -> NodeView | None:

@@ -69,6 +69,8 @@ class CauseKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Cause:
+    """What broke, in a sentence, and what only died of it."""
+
     kind: CauseKind
     rank: int | None
     node: str | None

@@ -52,6 +52,8 @@ class RunPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class MarkJob:
+    """Set a job's state and the reason that is shown beside it."""
+
     job: str
     state: JobState
     reason: str = ""
@@ -75,11 +77,15 @@ class MarkContinuityBroken:
 
 @dataclass(frozen=True, kw_only=True)
 class IssueReceipt:
+    """Keep the receipt with its incident."""
+
     receipt: Receipt
 
 
 @dataclass(frozen=True, kw_only=True)
 class PageOperator:
+    """Tell a human, with the reason."""
+
     reason: str
 
 

@@ -21,6 +21,8 @@ class ParentChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class NoCheckpoint:
+    """Nothing that may be resumed from, and why."""
+
     reason: str
 
 

@@ -14,6 +14,8 @@ RULE_VERSION = "placement-1"
 
 @dataclass(frozen=True, kw_only=True)
 class Placed:
+    """Nodes were found."""
+
     nodes: tuple[str, ...]
     """In order of node rank."""
     reason: str
@@ -21,6 +23,8 @@ class Placed:
 
 @dataclass(frozen=True, kw_only=True)
 class NoCapacity:
+    """Too few nodes can be taken."""
+
     reason: str
     missing: int
 

@@ -48,6 +48,8 @@ class FreshIds:
 
 @dataclass(frozen=True, kw_only=True)
 class Situation:
+    """What the engine froze for one decision about one job."""
+
     job: JobView
     fleet: FleetSnapshot
     generations: tuple[GenerationView, ...]

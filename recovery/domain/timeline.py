@@ -11,6 +11,8 @@ from typing import Any
 
 
 class EntryKind(StrEnum):
+    """What an entry tells; pages choose its icon by this."""
+
     FAULT = "fault"
     STATE = "state"
     DECISION = "decision"

@@ -42,7 +42,8 @@ from recovery.domain.invariants import (
 )
 from recovery.domain.lifecycle import JobOutcome, step_job
 from recovery.domain.lineage import reference_generations
-from recovery.domain.machine import Outcome, escalate_poisoned, step
+from recovery.domain.machine import step
+from recovery.domain.moves import Outcome, escalate_poisoned
 from recovery.domain.plan import CheckpointRef, RecoveryPlan
 from recovery.domain.policy import Policy
 from recovery.domain.receipt import Receipt

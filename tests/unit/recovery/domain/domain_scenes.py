@@ -19,7 +19,8 @@ from recovery.domain.generations import (
 )
 from recovery.domain.incident import Incident, IncidentState
 from recovery.domain.instructions import JobState
-from recovery.domain.machine import Outcome, step
+from recovery.domain.machine import step
+from recovery.domain.moves import Outcome
 from recovery.domain.plan import CheckpointRef, RecoveryPlan
 from recovery.domain.policy import Policy
 from recovery.domain.situation import FreshIds, JobView, Situation

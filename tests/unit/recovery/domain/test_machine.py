@@ -48,7 +48,8 @@ from recovery.domain.instructions import (
     RunPlan,
     StopGeneration,
 )
-from recovery.domain.machine import Outcome, escalate_poisoned, step
+from recovery.domain.machine import step
+from recovery.domain.moves import Outcome, escalate_poisoned
 from recovery.domain.plan import CheckpointRef
 from recovery.domain.situation import Command, Situation
 

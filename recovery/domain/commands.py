@@ -1,0 +1,99 @@
+"""What people ask of an open incident: to stop its job, to pause, resume, try again, or close it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from recovery.domain.continuity import VerdictKind
+from recovery.domain.failures import diagnosed, failure_of
+from recovery.domain.incident import Incident, IncidentState
+from recovery.domain.instructions import (
+    Instruction,
+    JobState,
+    MarkContinuityBroken,
+    MarkJob,
+    ReleaseNodes,
+)
+from recovery.domain.moves import Outcome, live_generation, move, stop_all
+from recovery.domain.setbacks import past_deadline
+from recovery.domain.situation import Command, Situation
+
+S = IncidentState
+
+
+def cancel(incident: Incident, situation: Situation, now: float) -> Outcome:
+    """The job's owner wants it stopped: that ends the incident as soon as nothing runs any more."""
+    incident, told = diagnosed(incident, situation)
+    stops = stop_all(situation, except_generation=None)
+    if stops or told or situation.job.state is not JobState.STOPPING:
+        mark = MarkJob(job=incident.job, state=JobState.STOPPING)
+        return Outcome(incident=incident, instructions=(*stops, mark), entries=told)
+    if all(generation.fenced for generation in situation.generations):
+        return move(
+            incident,
+            S.CANCELLED,
+            situation,
+            now,
+            "The job was stopped on request; nothing is relaunched.",
+            instructions=(MarkJob(job=incident.job, state=JobState.STOPPED), ReleaseNodes(job=incident.job)),
+        )
+    if incident.deadline_at is not None and now >= incident.deadline_at and incident.state is not S.ESCALATED:
+        return past_deadline(incident, situation, now)
+    return Outcome(incident=incident)
+
+
+def obey(incident: Incident, situation: Situation, command: Command, now: float) -> Outcome:
+    """Do what an operator asked. What broke is told first, where the incident was too young to have told it."""
+    known, told = diagnosed(incident, situation)
+    outcome = _obeyed(known, situation, command, now)
+    return replace(outcome, entries=(*told, *outcome.entries))
+
+
+def _obeyed(incident: Incident, situation: Situation, command: Command, now: float) -> Outcome:
+    match command:
+        case Command.PAUSE if incident.state not in (S.PAUSED, S.ESCALATED):
+            return move(incident, S.PAUSED, situation, now, "Paused by an operator; nothing more is ordered.")
+        case Command.RESUME if incident.state is S.PAUSED:
+            return move(incident, S.STOPPING, situation, now, "Resumed by an operator.")
+        case Command.RETRY if incident.state in (S.PAUSED, S.ESCALATED):
+            fresh = replace(
+                incident, plan=None, attempt=0, plans_made=0, run_ordered_at=None, first_step_at=None, escalation="",
+                excluded_nodes=(), avoided_nodes=(),
+            )  # fmt: skip
+            return move(
+                fresh,
+                S.STOPPING,
+                situation,
+                now,
+                "Tried again by an operator.",
+                instructions=(*_taint(incident, situation), *stop_all(situation, except_generation=None)),
+            )
+        case Command.CLOSE:
+            return _close(incident, situation, now)
+    return Outcome(incident=incident)
+
+
+def _close(incident: Incident, situation: Situation, now: float) -> Outcome:
+    generation = live_generation(incident, situation)
+    taint = _taint(incident, situation)
+    trains = generation is not None and generation.stepping and not failure_of(generation) and not taint
+    if trains and generation is not None:
+        ends: tuple[Instruction, ...] = (
+            MarkJob(job=incident.job, state=JobState.RUNNING),
+            ReleaseNodes(job=incident.job, keep=generation.plan.nodes),
+        )
+    else:
+        ends = (
+            *taint,
+            *stop_all(situation, except_generation=None),
+            MarkJob(job=incident.job, state=JobState.STOPPING, reason="its incident was closed by an operator"),
+        )
+    return move(incident, S.CLOSED_BY_OPERATOR, situation, now, "Closed by an operator.", instructions=ends)
+
+
+def _taint(incident: Incident, situation: Situation) -> tuple[Instruction, ...]:
+    """Mark a generation that is proven broken, though an operator's word came before the machine's."""
+    verdict = situation.verdict
+    if incident.plan is None or verdict is None or verdict.kind is not VerdictKind.BROKEN:
+        return ()
+    return (MarkContinuityBroken(job=incident.job, generation=incident.plan.generation),)

@@ -1,0 +1,128 @@
+"""What the machine does when something goes wrong on the way: plan again, roll back, or ask a human."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from recovery.domain.continuity import Verdict
+from recovery.domain.endings import make_receipt, recovered
+from recovery.domain.failures import culprits
+from recovery.domain.generations import GenerationView
+from recovery.domain.incident import Incident, IncidentState
+from recovery.domain.instructions import (
+    IssueReceipt,
+    MarkContinuityBroken,
+)
+from recovery.domain.lineage import NoCheckpoint, choose_parent, reached_step
+from recovery.domain.moves import Outcome, escalate, live_generation, move, stop_all
+from recovery.domain.placement import unseen_nodes
+from recovery.domain.situation import Situation
+from recovery.domain.timeline import Entry, EntryKind, join_names
+
+S = IncidentState
+
+
+def preparation_failed(incident: Incident, situation: Situation, generation: GenerationView, now: float) -> Outcome:
+    """A node could not prepare: plan again without it. A busy port or an old number costs no attempt."""
+    share = generation.failed_shares[0]
+    why = f"{share.node} could not prepare it: {share.detail or share.reason}"
+    if share.reason in ("port_busy", "older_generation"):
+        return replan(incident, situation, now, why=why, costs_rung=False)
+    excluded = replace(incident, excluded_nodes=(*incident.excluded_nodes, share.node))
+    return replan(excluded, situation, now, why=why, costs_rung=True)
+
+
+def relaunch(incident: Incident, situation: Situation, generation: GenerationView, now: float, *, why: str) -> Outcome:
+    """A generation that was launched has failed; the next plan avoids the node on which it died."""
+    busy = any(share.reason == "port_busy" for share in generation.failed_shares)
+    nodes = () if busy else culprits(generation)
+    avoided = replace(incident, avoided_nodes=(*incident.avoided_nodes, *nodes))
+    return replan(avoided, situation, now, why=why, costs_rung=not busy)
+
+
+def replan(incident: Incident, situation: Situation, now: float, *, why: str, costs_rung: bool) -> Outcome:
+    """Give the plan up, have its generation stopped, and go back to the first unmet condition."""
+    number = incident.plan.generation if incident.plan else incident.broken_generation
+    spent = replace(incident, attempt=incident.attempt + costs_rung)
+    policy = situation.policy
+    if spent.attempt >= policy.max_attempts or spent.plans_made >= policy.max_plans:
+        no_more = f"{spent.attempt} attempts" if spent.attempt >= policy.max_attempts else f"{spent.plans_made} plans"
+        return escalate(spent, situation, now, f"Generation {number} failed ({why}); {no_more} are used up.")
+    return move(
+        replace(spent, plan=None, run_ordered_at=None, first_step_at=None),
+        S.STOPPING,
+        situation,
+        now,
+        f"Generation {number} failed: {why}. Trying again.",
+        instructions=stop_all(situation, except_generation=None),
+    )
+
+
+def continuity_broken(
+    incident: Incident, situation: Situation, generation: GenerationView, verdict: Verdict, now: float
+) -> Outcome:
+    """Continuity is broken: never resume from that generation; roll back once, then page."""
+    why = verdict.findings[0].rstrip(".") if verdict.findings else "the replay differs"
+    broken = MarkContinuityBroken(job=incident.job, generation=generation.number)
+    stops = stop_all(situation, except_generation=None)
+    parent = generation.plan.parent
+    further = None
+    if parent is not None and incident.rollbacks < situation.policy.max_rollbacks:
+        further = choose_parent(
+            generations=tuple(g for g in situation.generations if g.number != generation.number),
+            checkpoints=situation.checkpoints,
+            reached_step=reached_step(situation.generations),
+            before_step=parent.step,
+        )
+    if parent is None or further is None or isinstance(further, NoCheckpoint):
+        receipt = make_receipt(incident, situation, generation, verdict, now, state=S.ESCALATED)
+        outcome = escalate(incident, situation, now, f"Continuity is broken: {why}. The job is stopped.")
+        return replace(outcome, instructions=(broken, *stops, IssueReceipt(receipt=receipt), *outcome.instructions))
+    rolled = replace(
+        incident,
+        plan=None,
+        run_ordered_at=None,
+        first_step_at=None,
+        rollbacks=incident.rollbacks + 1,
+        roll_back_before=parent.step,
+    )
+    return move(
+        rolled,
+        S.STOPPING,
+        situation,
+        now,
+        f"Continuity is broken: {why}. Rolling back once, to before step {parent.step}.",
+        instructions=(broken, *stops),
+    )
+
+
+def past_deadline(incident: Incident, situation: Situation, now: float) -> Outcome:
+    """A state that took too long: relaunch, end by what is proven, or ask a human."""
+    generation = live_generation(incident, situation)
+    match incident.state:
+        case S.LAUNCHING if generation is not None:
+            return _launch_overdue(incident, situation, generation, now)
+        case S.VERIFYING if generation is not None and situation.verdict and situation.verdict.proven:
+            return recovered(incident, situation, generation, situation.verdict, now)
+        case S.STOPPING:
+            nodes = list(dict.fromkeys(n for g in situation.generations if not g.fenced for n in g.unfenced_nodes))
+            why = f"No proof that the old ranks are gone from {join_names(nodes)}."
+            return escalate(replace(incident, awaits_proof=True), situation, now, why)
+        case S.ESCALATED:
+            return Outcome(incident=incident)
+    waited = now - incident.state_since
+    return escalate(incident, situation, now, f"Nothing moved for {waited:.0f} s while {incident.state.value}.")
+
+
+def _launch_overdue(incident: Incident, situation: Situation, generation: GenerationView, now: float) -> Outcome:
+    """A launch that cannot be seen has not failed: it gets more time once, and then a human looks."""
+    unseen = unseen_nodes(generation.plan, situation.fleet)
+    if not unseen:
+        return relaunch(incident, situation, generation, now, why="its ranks did not train in time")
+    why = f"There is no contact with {join_names(unseen)}: whether generation {generation.number} trains is not known."
+    first_deadline = situation.policy.deadline(S.LAUNCHING, now=incident.state_since)
+    if first_deadline is None or (incident.deadline_at or now) > first_deadline + 1.0:
+        return escalate(incident, situation, now, why)
+    waiting = replace(incident, deadline_at=situation.policy.deadline(S.STOPPING, now=now))
+    decision = Entry(kind=EntryKind.DECISION, at=now, text=f"{why} Nothing is stopped; waiting for contact.")
+    return Outcome(incident=waiting, entries=(decision,))
