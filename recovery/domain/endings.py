@@ -63,6 +63,7 @@ def make_receipt(
 ) -> Receipt:
     """The receipt for a generation that was judged; all its seconds are since the fault."""
     broken = situation.generation(incident.broken_generation)
+    generations = [g for g in situation.generations if incident.broken_generation <= g.number < generation.number]
 
     def since_fault(at: float | None) -> float | None:
         return None if at is None else round(at - incident.fault_at, 4)
@@ -87,6 +88,6 @@ def make_receipt(
         caught_up_s=since_fault(situation.caught_up_at),
         total_s=round(now - incident.fault_at, 4),
         attempts=incident.attempt + 1,
-        fences=tuple(p for g in situation.generations if g.number < generation.number for p in g.proofs),
+        fences=tuple(p for g in generations for p in g.proofs),
         issued_at=now,
     )

@@ -39,6 +39,7 @@ class Receipt:
     """Until every rank had completed a step beyond the old generation's last."""
     total_s: float
     attempts: int
+    """Relaunches that this recovery took: 1 if the first one held."""
     fences: tuple[FenceProof, ...]
     issued_at: float
     receipt_version: int = RECEIPT_VERSION

@@ -845,3 +845,14 @@ def test_echo_that_was_heard_first_is_corrected_once_every_node_has_told() -> No
     assert outcome.incident.cause is not None
     assert (outcome.incident.cause.rank, outcome.incident.cause.kind) == (1, CauseKind.RANK_KILLED)
     assert "On a second look" in outcome.entries[0].text
+
+
+def test_receipt_quotes_the_fences_of_its_own_incident_only() -> None:
+    long_gone = fenced(generation(1))
+    broken = replace(lost_rank_1(), plan=plan(2, parent=PARENT))
+    third = generation(3, of=plan(3, parent=PARENT))
+    start = incident(S.VERIFYING, broken_generation=2, plan=third.plan, cause=None)
+    outcome = step(start, situation(long_gone, fenced(broken), third, verdict=verdict(caught_up=True)), NOW)
+    (receipt,) = [i.receipt for i in outcome.instructions if isinstance(i, IssueReceipt)]
+    assert len(receipt.fences) == len(broken.plan.nodes)
+    assert receipt.attempts == 1
