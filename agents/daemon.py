@@ -61,7 +61,7 @@ class Daemon:
         self._ranks = RankSocket(
             socket_path(settings.state_directory), take=lambda said, user: self.supervisor.take(said, user)
         )
-        self._groups = NodeGroups.find(settings.name) if settings.cgroups else None
+        self._groups = NodeGroups.find(settings.name, settings.state_directory) if settings.cgroups else None
         place = Workplace(
             node=settings.name,
             boot_id=self._boot_id,

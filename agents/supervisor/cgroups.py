@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import signal
 from pathlib import Path
@@ -32,7 +33,7 @@ class ControlGroup:
 
     def create(self) -> None:
         """Raises `OSError`."""
-        self.path.mkdir(exist_ok=True)
+        self.path.mkdir(parents=True, exist_ok=True)
 
     @property
     def populated(self) -> bool:
@@ -82,7 +83,10 @@ class ControlGroup:
 
 
 class NodeGroups:
-    """The directory that holds the groups of this node's generations: `<mount>/everstep-<node>`."""
+    """The directory that holds the groups of one agent's generations: `<mount>/everstep-<node>-<its state directory>`.
+
+    The state directory tells agents of one name apart, since two systems may run on one machine.
+    """
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -96,14 +100,15 @@ class NodeGroups:
             self._root.rmdir()
 
     @classmethod
-    def find(cls, node: str) -> NodeGroups | None:
+    def find(cls, node: str, state_directory: Path) -> NodeGroups | None:
         """Return a place where this process may make groups, None if there is none."""
         mount = cgroup2_mount(Path("/proc/self/mountinfo").read_text())
         if mount is None:
             return None
+        state = hashlib.sha256(os.fsencode(state_directory.absolute())).hexdigest()[:8]
         # At the top where that is allowed (root), else in the group that was delegated to this service or session.
         for place in dict.fromkeys((mount, mount / _own_group().lstrip("/"))):
-            root = place / f"everstep-{node}"
+            root = place / f"everstep-{node}-{state}"
             try:
                 root.mkdir(exist_ok=True)
                 probe = ControlGroup(root / f"probe-{os.getpid()}")

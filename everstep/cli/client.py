@@ -207,6 +207,8 @@ def _refusal(error: urllib.error.HTTPError) -> CommandFailed:
         return Refused(f"The server answered with status {error.code} and no explanation.", status=error.code)
     if error.code >= 500:
         detail = f"{detail} Request {problem.get('instance', 'unknown')}."
+    if error.code == 401:
+        return Refused("The server does not know this API token: it is wrong, revoked or expired.", status=error.code)
     return Refused(detail, status=error.code)
 
 

@@ -35,7 +35,14 @@ def cancel(incident: Incident, situation: Situation, now: float) -> Outcome:
             situation,
             now,
             "The job was stopped on request; nothing is relaunched.",
-            instructions=(MarkJob(job=incident.job, state=JobState.STOPPED), ReleaseNodes(job=incident.job)),
+            instructions=(
+                MarkJob(
+                    job=incident.job,
+                    state=JobState.STOPPED,
+                    reason=f"Stopped on request during recovery: {incident.cause.sentence}" if incident.cause else "",
+                ),
+                ReleaseNodes(job=incident.job),
+            ),
         )
     if incident.deadline_at is not None and now >= incident.deadline_at and incident.state is not S.ESCALATED:
         return past_deadline(incident, situation, now)

@@ -189,6 +189,7 @@ def _unfaithful(situation: Situation, generation: GenerationView) -> JobOutcome:
 def _launch_failed(situation: Situation, why: str) -> JobOutcome:
     """Try again with a fresh plan; after the budget the job has failed and a human is told."""
     job = situation.job
+    why = why.rstrip(".")
     stops = _stops(situation)
     if job.launch_attempts + 1 < situation.policy.max_attempts:
         mark = MarkJob(job=job.id, state=JobState.PENDING, reason=f"Launch failed: {why}. Trying again.")

@@ -101,7 +101,7 @@ def _stopping(incident: Incident, situation: Situation, now: float) -> Outcome:
             text=f"Generation {last.number if last else 0} is gone from {proof.node}: {_PROOF_WORDS[proof.kind]}.",
             data={"node": proof.node, "proof": proof.kind.value, "evidence": proof.evidence},
         )
-        for proof in proofs
+        for proof in sorted(proofs, key=lambda proof: proof.at)
     )
     moved = move(known, S.PLACING, situation, now, "Every old node is fenced; choosing and preparing nodes.")
     return replace(moved, entries=(*corrected, *told, *moved.entries))

@@ -246,7 +246,7 @@ async def test_stop_kills_a_grandchild_that_hides_from_everything_gentle(
     if kind is ProofKind.PROC_SCAN_EMPTY:
         agent.more = ("--no-cgroup",)
     else:
-        groups = NodeGroups.find("probe")
+        groups = NodeGroups.find("probe", tmp_path)
         if groups is None:
             pytest.skip("cgroup v2 is not writable here; the other case is what happens then")
         groups.leave()

@@ -157,7 +157,7 @@ def test_refused_is_1_and_not_found_is_3_with_the_sentence_of_the_server(capsys:
 def test_wrong_token_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EVERSTEP_TOKEN", "est_api_wrong")
     code, _, err = run(capsys, "node", "list")
-    assert (code, "bearer token" in err) == (1, True)
+    assert (code, "does not know this API token" in err) == (1, True)
 
 
 def test_request_whose_answer_was_lost_is_sent_again_and_has_one_effect(

@@ -730,7 +730,12 @@ def test_stop_wanted_ends_as_cancelled_only_after_everything_is_proven_gone(stat
     gone = replace(stopped, generations=tuple(fenced(g) for g in still))
     last = step(first.incident, gone, NOW)
     assert last.incident.state is S.CANCELLED
-    assert last.instructions == (MarkJob(job="job-1", state=JobState.STOPPED), ReleaseNodes(job="job-1"))
+    cause = first.incident.cause
+    reason = f"Stopped on request during recovery: {cause.sentence}" if cause else ""
+    assert last.instructions == (
+        MarkJob(job="job-1", state=JobState.STOPPED, reason=reason),
+        ReleaseNodes(job="job-1"),
+    )
 
 
 def test_stop_wanted_while_detected_still_tells_what_broke_once() -> None:
