@@ -18,11 +18,13 @@ from django.urls import path
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "dashboard.settings")
 django_application = get_asgi_application()
 
-from dashboard.consumers.agents import agent_socket  # noqa: E402  (needs Django's app registry)
+from dashboard.consumers.agents import agent_socket, lifespan  # noqa: E402  (needs Django's app registry)
 from dashboard.consumers.browsers import BrowserConsumer  # noqa: E402
 
 socket_routes: list[Any] = [  # plain ASGI applications are welcome here, though the stubs know views only
     path("ws/agent", cast(Any, agent_socket)),
     path("ws/live", cast(Any, AllowedHostsOriginValidator(AuthMiddlewareStack(BrowserConsumer.as_asgi())))),
 ]
-application = ProtocolTypeRouter({"http": django_application, "websocket": URLRouter(socket_routes)})
+application = ProtocolTypeRouter(
+    {"http": django_application, "websocket": URLRouter(socket_routes), "lifespan": cast(Any, lifespan)}
+)

@@ -46,6 +46,16 @@ class Environment:
         return self._variables.get("EVERSTEP_REDIS_URL", f"unix://{self.home / 'run' / 'broker.sock'}")
 
     @property
+    def suspect_after_s(self) -> float:
+        """EVERSTEP_SUSPECT_AFTER_S: silence after which a node is suspect; it costs it nothing yet."""
+        return float(self._variables.get("EVERSTEP_SUSPECT_AFTER_S", "3"))
+
+    @property
+    def lost_after_s(self) -> float:
+        """EVERSTEP_LOST_AFTER_S: silence after which a node counts as lost, which is one witness of two."""
+        return float(self._variables.get("EVERSTEP_LOST_AFTER_S", "10"))
+
+    @property
     def failpoints(self) -> Path | None:
         """EVERSTEP_FAILPOINTS: a folder in which tests arm failpoints; unset in production."""
         folder = self._variables.get("EVERSTEP_FAILPOINTS")

@@ -125,6 +125,8 @@ WHITENOISE_USE_FINDERS = True
 WHITENOISE_ALLOW_ALL_ORIGINS = False
 
 EVERSTEP_REDIS_URL = env.redis_url
+EVERSTEP_SUSPECT_AFTER_S = env.suspect_after_s
+EVERSTEP_LOST_AFTER_S = env.lost_after_s
 EVERSTEP_FAILPOINTS = str(env.failpoints or "")
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from everstep.checkpoint.manifest import CheckpointName
+from everstep.elastic.lease_files import LeasePaths
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,14 +22,17 @@ class RunContext:
     generation: int | None
     parent: CheckpointName | None
     rank: int
+    local_rank: int
     checkpoint_directory: Path | None
     socket_path: str | None
     log_directory: Path | None
     beats: bool
+    lease: LeasePaths | None
+    """None where nobody counts on this process: alone, or under a runner that keeps no lease."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> RunContext:
-        """Raises `CheckpointMissing` when EVERSTEP_RESUME is not `<generation>:<step>`."""
+        """Raises `CheckpointMissing` when EVERSTEP_RESUME is not `<generation>:<step>`, `LeaseUnusable` for half a lease."""
         generation = environment.get("EVERSTEP_GENERATION")
         resume = environment.get("EVERSTEP_RESUME", "")
         return cls(
@@ -36,10 +40,12 @@ class RunContext:
             generation=int(generation) if generation else None,
             parent=CheckpointName.parse(resume) if resume else None,
             rank=int(environment.get("RANK", "0")),
+            local_rank=int(environment.get("LOCAL_RANK", "0")),
             checkpoint_directory=_path(environment.get("EVERSTEP_CHECKPOINT_DIR")),
             socket_path=environment.get("EVERSTEP_SOCKET") or None,
             log_directory=_path(environment.get("EVERSTEP_LOG_DIR")),
             beats=environment.get("EVERSTEP_BEATS") == "1",
+            lease=LeasePaths.from_environment(environment),
         )
 
 

@@ -37,3 +37,7 @@ class BadDatagram(EverstepError):
 
 class BadLaunch(EverstepError):
     """The runner's `launch.json` is missing or does not describe a launch."""
+
+
+class LeaseUnusable(EverstepError):
+    """The files of a lease that must be kept are not there or cannot be used."""

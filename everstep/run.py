@@ -9,6 +9,8 @@
 
 Under Everstep's runner it resumes from exactly the checkpoint that the plan names and tells the node's agent about each
 step. Alone, the same script resumes from the newest checkpoint of its directory.
+
+Where the runner keeps a lease, a rank that finds it run out ends itself with exit code 76 (`rank_lease.py`).
 """
 
 from __future__ import annotations
@@ -20,9 +22,10 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -35,7 +38,9 @@ from everstep.checkpoint.snapshot import RNG, put_back, take, unwrap
 from everstep.checkpoint.writer import SaveRequest, write_checkpoint
 from everstep.context import RunContext
 from everstep.data import SampleSpan
+from everstep.elastic.lease import Phase
 from everstep.errors import CheckpointDamaged, CheckpointMissing, EverstepError, SaveFailed, UsageError
+from everstep.rank_lease import RankLease
 from everstep.rank_log import RankLog
 from everstep.ranks import Team
 from everstep.telemetry import Telemetry
@@ -78,6 +83,10 @@ class Run:
     deterministic: the promise that equal state gives equal losses, bit for bit; by default, whether torch was told to
     use deterministic algorithms when training starts.
     keep: complete checkpoints to keep.
+
+    Exit code 76: under a runner, neither contact with the server nor progress came within the limit of the phase, for
+    example because the node was frozen, so that another generation may be running. The rank ends itself before it
+    reports a step, begins a phase or publishes a checkpoint; it says so in its output and cleans nothing up.
     """
 
     def __init__(
@@ -110,13 +119,22 @@ class Run:
         self._parent: CheckpointName | None = None
         self._loaded: Loaded | None = None
         self._done = 0
+        self._made = 0
+        self._phase = Phase.SETUP
         self._saved_step: int | None = None
         self._numbers: StepNumbers | None = None
         self._log = RankLog(self._context.log_directory, rank=self.rank, generation=self.generation)
         self._log.write("start", ppid=os.getppid(), cmd=sys.orig_argv)
         if self._context.beats:
             self._log.start_beats()
-        self._telemetry: Telemetry | None = None
+        self._telemetry = Telemetry(
+            socket_path=self._context.socket_path,
+            job=self._context.job,
+            generation=self.generation,
+            rank=self.rank,
+        )
+        paths = self._context.lease
+        self._lease = None if paths is None else RankLease(paths, local_rank=self._context.local_rank, log=self._log)
         atexit.register(self._stop)
         if seed is not None:
             rng.seed_all(seed)
@@ -184,13 +202,7 @@ class Run:
         self.rank = team.rank
         self._warn_of_what_is_left_out()
         self._parent, self.generation = self._choose_parent(team)
-        self._log.generation = self.generation
-        self._telemetry = Telemetry(
-            socket_path=self._context.socket_path,
-            job=self._context.job,
-            generation=self.generation,
-            rank=self.rank,
-        )
+        self._log.generation = self._telemetry.generation = self.generation
         if self._parent is not None:
             self._loaded = self._load(team, self._parent)
             self._done = self._parent.step
@@ -248,6 +260,20 @@ class Run:
                 "repeated. Iterate the sampler that is tracked."
             )
         sampler.commit(span)
+
+    def phase(self, name: Literal["evaluation", "compile"]) -> AbstractContextManager[None]:
+        """Say for how long training does something else than steps: `with run.phase("evaluation"): ...`
+
+        Each phase has a limit of its own for how long a rank may be silent, so that neither an evaluation nor a
+        compilation is taken for a hang. Enter it on every rank, also on those that only wait for another one. Entering
+        counts as progress: an evaluation of many parts enters it once for each. Saving is a phase by itself, and what
+        comes before the first finished step is setup. A compilation after the first finished step is part of its step.
+        """
+        if name not in ("evaluation", "compile"):
+            raise UsageError(f"There is no phase {name!r} to enter: say 'evaluation' or 'compile'.")
+        if name == "compile" and self._made:
+            return nullcontext()
+        return self._during(Phase[name.upper()])
 
     def note(self, kind: str, **fields: Any) -> None:
         """Append a line of the script's own to this rank's log; nothing where there is no log."""
@@ -323,6 +349,7 @@ class Run:
             live.pop(RNG)  # another world size: there is nothing to compare it with
         self._loaded = None
         deterministic = self._deterministic
+        self._check_lease()
         self._tell(
             "resumed",
             step=self._done,
@@ -343,7 +370,10 @@ class Run:
                 f"Step {self._done + 1} ended without run.report(span=batch.span): the tracked sampler did not move."
             )
         self._done += 1
+        self._made += 1
         span = numbers.span
+        before, self._phase = self._phase, max(self._phase, Phase.STEP)
+        self._advance()
         self._tell(
             "step",
             log_fields={"loss_hex": None if numbers.loss is None else numbers.loss.hex()},
@@ -356,16 +386,23 @@ class Run:
             span_stop=span.stop if span else None,
             step_time_s=step_time_s,
         )
+        if self._phase != before:
+            self._tell("phase", phase=self._phase.word)
         if self._done % self.save_every == 0:
             self._save()
 
     def _finish(self) -> None:
         if self._saved_step != self._done:
             self._save()
+        self._check_lease()
         self._tell("finished", step=self._done)
 
     def _save(self) -> None:
         """Save now, all ranks together. A failure is told and survived: the next save tries again."""
+        with self._during(Phase.SAVE):
+            self._save_now()
+
+    def _save_now(self) -> None:
         assert self._team is not None
         started = time.monotonic()
         request = SaveRequest(
@@ -376,7 +413,7 @@ class Run:
             total_steps=self.total_steps,
         )
         try:
-            manifest = write_checkpoint(request, lambda: take(self._tracked), self._team)
+            manifest = write_checkpoint(request, lambda: take(self._tracked), self._team, may_publish=self._check_lease)
         except SaveFailed as err:
             self._warn(str(err))
             return
@@ -393,6 +430,7 @@ class Run:
         if not self._team.leads:
             self._log.write("saved", **fields)
             return
+        self._check_lease()
         self._tell("saved", **fields)
         try:
             remove_expired(request.root, generation=self.generation, parent=self._parent, keep=self.keep)
@@ -411,12 +449,36 @@ class Run:
                 "is neither saved nor restored. Call run.track(optimizer=...) with the one that is used."
             )
 
+    # --- Phases and the lease ------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _during(self, phase: Phase) -> Iterator[None]:
+        before = self._phase
+        self._begin_phase(phase)
+        try:
+            yield
+        finally:
+            self._begin_phase(before)
+
+    def _begin_phase(self, phase: Phase) -> None:
+        before, self._phase = self._phase, phase
+        self._advance()
+        if phase != before:
+            self._tell("phase", phase=phase.word)
+
+    def _advance(self) -> None:
+        if self._lease is not None:
+            self._lease.advance(self._phase, steps=self._made)
+
+    def _check_lease(self) -> None:
+        if self._lease is not None:
+            self._lease.check()
+
     # --- Telling --------------------------------------------------------------------------------------------------
 
     def _tell(self, kind: str, *, log_fields: dict[str, Any] | None = None, **fields: Any) -> None:
         self._log.write(kind, **fields, **(log_fields or {}))
-        if self._telemetry is not None:
-            self._telemetry.send(kind, **fields)
+        self._telemetry.send(kind, **fields)
 
     def _warn(self, text: str) -> None:
         self._log.write("warning", text=text)
@@ -424,8 +486,7 @@ class Run:
 
     def _stop(self) -> None:
         self._log.write("stop", step=self._done)
-        if self._telemetry is not None:
-            self._telemetry.close()
+        self._telemetry.close()
 
 
 def _number(value: Any) -> float | None:

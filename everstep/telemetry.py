@@ -20,7 +20,7 @@ MAX_DATAGRAM_BYTES = 60_000
 BACKLOG_LIMIT = 1000
 """Datagrams kept while the agent is away; at 20 steps per second, the last 50 seconds."""
 
-KINDS = frozenset({"resumed", "step", "saved", "finished", "poke"})
+KINDS = frozenset({"resumed", "step", "phase", "saved", "finished", "poke"})
 
 
 def encode(fields: dict[str, Any]) -> bytes:
@@ -59,8 +59,9 @@ class Telemetry:
     """Sends one rank's (or runner's) datagrams. Without a socket path, everything is silently dropped."""
 
     def __init__(self, *, socket_path: str | None, job: str, generation: int, rank: int | None = None) -> None:
+        self.generation = generation
         self._path = socket_path
-        self._base: dict[str, Any] = {"job": job, "generation": generation, "pid": os.getpid()}
+        self._base: dict[str, Any] = {"job": job, "pid": os.getpid()}
         if rank is not None:
             self._base["rank"] = rank
         self._backlog: deque[bytes] = deque(maxlen=BACKLOG_LIMIT)
@@ -71,7 +72,7 @@ class Telemetry:
         if not self._path:
             return False
         try:
-            frame = encode({"kind": kind, **self._base, "at": time.time(), **fields})
+            frame = encode({"kind": kind, **self._base, "generation": self.generation, "at": time.time(), **fields})
         except BadDatagram:
             return False
         self._backlog.append(frame)

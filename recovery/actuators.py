@@ -21,12 +21,14 @@ from recovery.domain.instructions import (
     MarkJob,
     PageOperator,
     PreparePlan,
+    RecordProof,
     ReleaseNodes,
     RunPlan,
     StopGeneration,
 )
 from recovery.domain.plan import RecoveryPlan
 from recovery.models import GenerationRow, IncidentRow, Job, Node, ShareRow
+from recovery.proofs import keep_proof
 from recovery.store import to_json
 from recovery.wakeup import announce_change, push_orders
 
@@ -45,8 +47,15 @@ def perform(instructions: Iterable[Instruction], *, job: Job, now: float, incide
                 _stop(job, number, now)
             case PreparePlan(plan=plan):
                 _prepare(job, plan, now)
-            case RunPlan(generation=number, master_port=port):
-                _run(job, number, port, now)
+            case RecordProof(generation=number, proof=proof):
+                keep_proof(
+                    ShareRow.objects.select_related("generation").get(
+                        generation__job=job, generation__number=number, node__name=proof.node
+                    ),
+                    proof,
+                )
+            case RunPlan():
+                _run(job, instruction, now)
             case MarkJob(state=state, reason=reason):
                 mark_job(job, state, reason, now)
             case ReleaseNodes(keep=keep):
@@ -77,7 +86,9 @@ def _prepare(job: Job, plan: RecoveryPlan, now: float) -> None:
         raise Conflict(f"generation {plan.generation} of {job.id} is taken")
     free = Q(claimed_by=None) | Q(claimed_by=job)
     claimed = (
-        Node.objects.filter(free, name__in=plan.nodes, cordoned=False, revoked=False, unhealthy_reason="")
+        Node.objects.filter(
+            free, name__in=plan.nodes, cordoned=False, revoked=False, unhealthy_reason="", quarantined_boot_id=""
+        )
         .exclude(session="")
         .update(claimed_by=job)
     )
@@ -90,6 +101,7 @@ def _prepare(job: Job, plan: RecoveryPlan, now: float) -> None:
         plan=to_json(plan),
         wanted=AssignmentPhase.PREPARE.value,
         created_at=now,
+        lease=None if plan.lease is None else to_json(plan.lease),
     )
     nodes = {node.name: node for node in Node.objects.filter(name__in=plan.nodes)}
     ShareRow.objects.bulk_create(
@@ -99,10 +111,14 @@ def _prepare(job: Job, plan: RecoveryPlan, now: float) -> None:
     announce_change("fleet")
 
 
-def _run(job: Job, number: int, port: int, now: float) -> None:
+def _run(job: Job, order: RunPlan, now: float) -> None:
+    number = order.generation
     row = GenerationRow.objects.get(job=job, number=number)
     changed = GenerationRow.objects.filter(pk=row.pk, wanted=AssignmentPhase.PREPARE.value).update(
-        wanted=AssignmentPhase.RUN.value, run_ordered_at=now, master_port=port
+        wanted=AssignmentPhase.RUN.value,
+        run_ordered_at=now,
+        master_port=order.master_port,
+        plan={**row.plan, "fences": to_json(order.fences)},
     )
     if not changed:
         raise Conflict(f"generation {number} of {job.id} is not being prepared")

@@ -107,7 +107,8 @@ def record_fault(drill_id: str, *, state: str, detail: str, at: float) -> None:
             Drill.objects.filter(pk=drill_id, state="requested").update(state="armed", detail=detail)
         case "applied":
             Drill.objects.filter(pk=drill_id, ended=False).update(state="applied", detail=detail, applied_at=at)
-            _bump_node(drill.node)
+            if drill.node is not None:
+                _bump_node(drill.node)
         case "refused" | "expired":
             _end(drill, state=state, passed=False, reasons=[detail or f"the agent says: {state}"])
     announce_change(f"drill:{drill_id}")
@@ -156,7 +157,8 @@ def _end(drill: Drill, *, state: str, passed: bool, reasons: list[str], incident
     )
     if not ended:
         return
-    _bump_node(drill.node)
+    if drill.node is not None:
+        _bump_node(drill.node)
     if incident is not None:
         text = (
             f"Drill {drill.id} passed: the promise was kept."

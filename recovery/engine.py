@@ -49,8 +49,8 @@ def advance_incident(incident_id: str) -> None:
 
 
 def _advance_incident_once(incident_id: str) -> bool:
-    row = IncidentRow.objects.select_related("job").filter(pk=incident_id).first()
-    if row is None or row.ended:
+    row = IncidentRow.objects.select_related("job").filter(pk=incident_id, job__isnull=False).first()
+    if row is None or row.job is None or row.ended or row.job.behind_since is not None:
         return False
     incident = from_json(row.body, Incident)
     now = time.time()
@@ -76,7 +76,7 @@ def _advance_incident_once(incident_id: str) -> bool:
         raise
     failpoints.hit(f"incident.{outcome.incident.state.value}.after_save")
     if outcome.incident.ended:
-        advance_job(row.job_id)
+        advance_job(row.job.pk)
     return not outcome.incident.ended
 
 
@@ -129,11 +129,11 @@ def advance_job(job_id: str) -> None:
 
 def _advance_job_once(job_id: str) -> bool:
     job = Job.objects.filter(pk=job_id).first()
-    if job is None or IncidentRow.objects.filter(job=job, ended=False).exists():
+    if job is None or job.behind_since is not None or IncidentRow.objects.filter(job=job, ended=False).exists():
         return False
     now = time.time()
     situation = load_situation(job, now=now)
-    fault = find_fault(situation)
+    fault = find_fault(situation, now)
     if fault is not None:
         _open_incident(job, fault, now)
         return False
@@ -160,6 +160,7 @@ def _open_incident(job: Job, fault: Fault, now: float) -> None:
             rank=fault.rank,
             sentence=fault.sentence,
             fault_at=now if fault.at is None else fault.at,
+            node=fault.node,
         )
         ask_to_advance(incident=row.pk)
 

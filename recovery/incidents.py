@@ -20,20 +20,22 @@ from recovery.store.timelines import append_entries
 from recovery.wakeup import announce, announce_change, ask_to_advance
 
 
-def open_or_join(job: Job, *, generation: int, rank: int | None, sentence: str, fault_at: float) -> IncidentRow:
+def open_or_join(
+    job: Job, *, generation: int, rank: int | None, sentence: str, fault_at: float, node: str | None = None
+) -> IncidentRow:
     """Open the job's incident, or add the fact to the one that is open. Must run inside a transaction.
 
     A thousand copies of one fault become one incident: the database allows one open incident per job.
     """
     now = time.time()
     row = IncidentRow.objects.filter(job=job, ended=False).first()
-    drill = _drill_behind(job, generation=generation, rank=rank)
+    drill = _drill_behind(job, generation=generation, rank=rank, node=node)
     if row is not None:
         _add_fact(row, Entry(kind=EntryKind.FACT, at=fault_at, text=sentence, data={"rank": rank}))
         if drill is not None:
             _mark_as_drill(row, drill)
         return row
-    lost = "a runner" if rank is None else f"rank {rank}"
+    lost = node or ("a runner" if rank is None else f"rank {rank}")
     incident = Incident(
         id=fresh_id("inc"),
         job=job.id,
@@ -59,9 +61,11 @@ def open_or_join(job: Job, *, generation: int, rank: int | None, sentence: str, 
             kind=EntryKind.STATE,
             at=now,
             text=f"Opened: generation {generation} of job {job.name} lost {lost}.",
-            data={"to": IncidentState.DETECTED.value, "generation": generation, "rank": rank},
+            data={"to": IncidentState.DETECTED.value, "generation": generation, "rank": rank, "node": node},
         )
     ]
+    if node is not None:
+        entries.append(Entry(kind=EntryKind.FACT, at=now, text=sentence, data={"node": node}))
     if drill is not None:
         entries.append(_drill_entry(drill, now))
     seq = append_entries(row.pk, entries)
@@ -74,14 +78,23 @@ def open_or_join(job: Job, *, generation: int, rank: int | None, sentence: str, 
     return row
 
 
-def _drill_behind(job: Job, *, generation: int, rank: int | None) -> Drill | None:
-    """The drill that asked for this rank's death."""
-    drills = Drill.objects.filter(job=job, generation_number=generation, ended=False, state__in=("armed", "applied"))
-    return None if rank is None else drills.filter(rank=rank).first()
+NODE_DRILLS = ("kill-agent", "freeze-node", "isolate-node")
+"""Drills that break a whole node: whatever the job loses meanwhile, it loses to them."""
+
+
+def _drill_behind(job: Job, *, generation: int, rank: int | None, node: str | None) -> Drill | None:
+    """The drill that asked for the death of this rank, or of a whole node."""
+    drills = Drill.objects.filter(job=job, generation_number=generation, ended=False)
+    told = drills.filter(state__in=("armed", "applied", "undone"))
+    # An agent that was killed cannot say that it applied the fault: its silence says so.
+    unsaid = drills.filter(kind__in=NODE_DRILLS, state="requested", node__name=node) if node else Drill.objects.none()
+    same_rank = told.exclude(kind__in=NODE_DRILLS).filter(rank=rank) if rank is not None else Drill.objects.none()
+    return same_rank.first() or told.filter(kind__in=NODE_DRILLS).first() or unsaid.first()
 
 
 def _drill_entry(drill: Drill, now: float) -> Entry:
-    text = f"This is a drill ({drill.id}): {drill.kind} on rank {drill.rank}, asked for by {drill.requested_by}."
+    where = f"rank {drill.rank}" if drill.kind not in NODE_DRILLS or drill.node is None else drill.node.name
+    text = f"This is a drill ({drill.id}): {drill.kind} on {where}, asked for by {drill.requested_by}."
     return Entry(kind=EntryKind.DRILL, at=now, text=text, data={"drill": drill.id})
 
 
@@ -114,9 +127,16 @@ def command_incident(incident_id: str, *, kind: str, by: str) -> IncidentRow:
         row = IncidentRow.objects.filter(pk=incident_id).first()
         if row is None:
             raise NotFound(f"There is no incident {incident_id}.")
+        if row.job_id is None:
+            raise CommandRefused(f"Incident {incident_id} is of the control plane: all that can be asked is `rearm`.")
         if row.ended:
             raise CommandRefused(f"Incident {incident_id} has ended as {row.state}: nothing can be asked of it.")
-        fitting = FITTING_COMMANDS.get(IncidentState(row.state), _ALWAYS)
+        fitting = fitting_commands(IncidentState(row.state), stop_ordered=bool(row.body.get("stop_ordered")))
+        if not fitting:
+            raise CommandRefused(
+                f"Incident {incident_id} waits for a sign of a job that may be healthy: attest that its node is "
+                "powered off, have it fenced, or stop the job."
+            )
         if command not in fitting:
             raise CommandRefused(
                 f"Incident {incident_id} is {row.state}: {command.value} does not fit; "
@@ -138,9 +158,17 @@ def command_incident(incident_id: str, *, kind: str, by: str) -> IncidentRow:
     return row
 
 
+def fitting_commands(state: IncidentState, *, stop_ordered: bool) -> frozenset[Command]:
+    """What may be asked in a state. Of one that only waits for a sign of a job that may be healthy: nothing."""
+    if state is IncidentState.WAITING_FOR_FENCE and not stop_ordered:
+        return frozenset()
+    return _FITTING_COMMANDS.get(state, _ALWAYS)
+
+
 _ALWAYS = frozenset({Command.PAUSE, Command.CLOSE})
-FITTING_COMMANDS = {
+_FITTING_COMMANDS = {
     IncidentState.PAUSED: frozenset({Command.RESUME, Command.RETRY, Command.CLOSE}),
     IncidentState.ESCALATED: frozenset({Command.RETRY, Command.CLOSE}),
+    IncidentState.WAITING_FOR_FENCE: frozenset({Command.CLOSE}),
 }
 """Actions that fit a state; in all others an incident may be paused or closed."""

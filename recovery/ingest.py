@@ -15,33 +15,52 @@ from typing import Any
 
 import msgspec
 from django.db import DataError, transaction
-from django.db.models import F, Q
+from django.db.models import F
 
 from agents.protocol.messages import (
+    AGENT_PROOFS,
     AssignmentPhase,
     AssignmentReport,
     CheckpointSaved,
     FaultReport,
     FromAgent,
     OutboxGap,
+    Phase,
+    ProbeReport,
+    ProofKind,
     RankExited,
     RankFinished,
+    RankPhase,
     RankResumed,
     RankStarted,
     SeenPhase,
     StepReports,
+    StopProof,
 )
-from recovery import drills
+from recovery import drills, proofs
 from recovery.domain.diagnosis import diagnose
-from recovery.domain.generations import FenceProof
+from recovery.domain.generations import FenceProof, LeaseLimits
 from recovery.domain.instructions import JOB_ENDS
+from recovery.domain.lease import raised
 from recovery.domain.timeline import Entry, EntryKind
 from recovery.incidents import open_or_join
-from recovery.models import CheckpointRow, Drill, GenerationRow, IncidentRow, Job, Node, RankRow, ShareRow, StepRow
-from recovery.store import to_json
+from recovery.models import (
+    CheckpointRow,
+    Drill,
+    GenerationRow,
+    IncidentRow,
+    Job,
+    Node,
+    Probe,
+    RankRow,
+    ShareRow,
+    StepRow,
+)
+from recovery.store import from_json, to_json
 from recovery.store.situations import finite_or_text, generation_view
 from recovery.store.timelines import append_entries
-from recovery.wakeup import announce, announce_change, ask_to_advance
+from recovery.strays import note_stray
+from recovery.wakeup import announce, announce_change, ask_to_advance, push_orders
 
 log = logging.getLogger(__name__)
 
@@ -161,17 +180,33 @@ def _store(batch: _Batch, fact: FromAgent) -> None:
         if Drill.objects.filter(pk=fact.drill, node=batch.node).exists():
             drills.record_fault(fact.drill, state=fact.state.value, detail=fact.detail, at=batch.server_time(fact.at))
         return
+    if isinstance(fact, ProbeReport):
+        Probe.objects.filter(pk=fact.probe, prober=batch.node, outcome="").update(
+            outcome=fact.outcome.value, detail=fact.detail, answered_at=time.time()
+        )
+        return
     if isinstance(fact, OutboxGap):
+        Node.objects.filter(pk=batch.node.pk).update(gaps=F("gaps") + 1)
         log.error("node=%s lost messages %d to %d: %s", batch.node.name, fact.first_seq, fact.last_seq, fact.reason)
         _tell_gap(batch, fact)
         return
     if not isinstance(
-        fact, StepReports | RankStarted | RankResumed | CheckpointSaved | RankFinished | RankExited | AssignmentReport
+        fact,
+        StepReports
+        | RankStarted
+        | RankResumed
+        | CheckpointSaved
+        | RankPhase
+        | RankFinished
+        | RankExited
+        | AssignmentReport,
     ):
         return
     generation = batch.generation(fact.job, fact.generation)
     if generation is None:
         batch.refused += 1
+        if isinstance(fact, AssignmentReport):
+            note_stray(batch.node, fact, at=batch.server_time(fact.at))
         return
     match fact:
         case StepReports():
@@ -180,7 +215,7 @@ def _store(batch: _Batch, fact: FromAgent) -> None:
             _store_checkpoint(batch, generation, fact)
         case AssignmentReport():
             _store_report(batch, generation, fact)
-        case RankStarted() | RankResumed() | RankFinished() | RankExited():
+        case RankStarted() | RankResumed() | RankPhase() | RankFinished() | RankExited():
             _store_rank(batch, generation, fact)
 
 
@@ -207,7 +242,7 @@ def _owned_rank(batch: _Batch, generation: GenerationRow, rank: int) -> RankRow 
 
 
 def _store_rank(
-    batch: _Batch, generation: GenerationRow, fact: RankStarted | RankResumed | RankFinished | RankExited
+    batch: _Batch, generation: GenerationRow, fact: RankStarted | RankResumed | RankPhase | RankFinished | RankExited
 ) -> None:
     row = _owned_rank(batch, generation, fact.rank)
     if row is None:
@@ -216,6 +251,13 @@ def _store_rank(
     match fact:
         case RankStarted(pid=pid):
             row.pid, row.started_at = pid, at
+            row.phase, row.phase_at, row.progress_at = Phase.SETUP.value, at, at
+        case RankPhase(phase=phase):
+            if at < (row.phase_at or 0.0):
+                return
+            row.phase, row.phase_at, row.progress_at = phase.value, at, max(at, row.progress_at or 0.0)
+            row.save(update_fields=["phase", "phase_at", "progress_at"])
+            return
         case RankResumed():
             row.resumed_at, row.resumed_step = at, fact.step
             row.saved_digest, row.live_digest = fact.saved_digest, fact.live_digest
@@ -239,6 +281,8 @@ def _judge_exit(generation: GenerationRow, row: RankRow) -> None:
     """A death that nobody wanted, in the job's running generation, is an incident; a normal end is not."""
     generation.refresh_from_db()
     job = Job.objects.get(pk=generation.job_id)
+    if job.behind_since is not None:
+        return  # something newer may run: the sweep looks once that is known
     unwanted = generation.wanted == AssignmentPhase.RUN.value and not job.stop_wanted
     if not unwanted or job.state in {state.value for state in JOB_ENDS}:
         return
@@ -259,7 +303,11 @@ def _judge_exit(generation: GenerationRow, row: RankRow) -> None:
 
 def _store_steps(batch: _Batch, generation: GenerationRow, fact: StepReports) -> None:
     by_rank: dict[int, list[StepRow]] = {}
+    fenced_at = _fenced_elsewhere_at(batch, generation)
     for report in fact.steps:
+        if fenced_at is not None and batch.server_time(report.at) > fenced_at:
+            _tell_after_fence(batch, generation, f"rank {report.rank} made step {report.step}")
+            continue
         loss, loss_text = finite_or_text(report.loss)
         grad_norm, _ = finite_or_text(report.grad_norm)
         by_rank.setdefault(report.rank, []).append(
@@ -284,12 +332,18 @@ def _store_steps(batch: _Batch, generation: GenerationRow, fact: StepReports) ->
         row = _owned_rank(batch, generation, rank)
         if row is None:
             continue
+        before = (row.pace_s, row.progress_at)
         StepRow.objects.bulk_create(rows, ignore_conflicts=True)
         if row.first_step_at is None:
             row.first_step_at = min(step.at for step in rows)
             batch.look_at.add(generation.job_id)
         row.last_step = max(row.last_step or 0, max(step.step for step in rows))
-        row.save(update_fields=["first_step_at", "last_step"])
+        row.progress_at = max(row.progress_at or 0.0, max(step.at for step in rows))
+        row.pace_s = _pace(row, rows, before)
+        if row.phase in ("", Phase.SETUP.value, Phase.COMPILE.value):
+            row.phase, row.phase_at = Phase.STEP.value, row.progress_at
+        row.save(update_fields=["first_step_at", "last_step", "progress_at", "pace_s", "phase", "phase_at"])
+        _raise_lease(generation, pace_s=row.pace_s)
         newest = max(newest, row.last_step)
     if newest and generation.number == Job.objects.values_list("generation", flat=True).get(pk=generation.job_id):
         Job.objects.filter(pk=generation.job_id).update(last_step=newest)
@@ -299,6 +353,8 @@ def _store_steps(batch: _Batch, generation: GenerationRow, fact: StepReports) ->
 
 
 def _store_checkpoint(batch: _Batch, generation: GenerationRow, fact: CheckpointSaved) -> None:
+    fenced_at = _fenced_elsewhere_at(batch, generation)
+    late = fenced_at is not None and batch.server_time(fact.at) > fenced_at
     CheckpointRow.objects.update_or_create(
         job_id=generation.job_id,
         generation_number=generation.number,
@@ -311,9 +367,61 @@ def _store_checkpoint(batch: _Batch, generation: GenerationRow, fact: Checkpoint
             "parent_step": fact.parent_step,
             "saved_at": batch.server_time(fact.at),
             "save_time_s": finite_or_text(fact.save_time_s)[0],
+            "after_fence": late,
         },
     )
+    if late:
+        _tell_after_fence(
+            batch, generation, f"the checkpoint of step {fact.step} was written; it is never resumed from"
+        )
+    else:
+        _raise_lease(generation, save_time_s=finite_or_text(fact.save_time_s)[0])
     announce_change(f"job:{generation.job_id}")
+
+
+def _fenced_elsewhere_at(batch: _Batch, generation: GenerationRow) -> float | None:
+    """When this node's share was fenced without its own word; what is done there later does not count."""
+    share = ShareRow.objects.filter(generation=generation, node=batch.node, proof__isnull=False).first()
+    if share is None or share.proof is None or ProofKind(share.proof["kind"]) in AGENT_PROOFS:
+        return None
+    return float(share.proof["at"])
+
+
+def _tell_after_fence(batch: _Batch, generation: GenerationRow, what: str) -> None:
+    log.error("node=%s generation=%d after its fence: %s", batch.node.name, generation.number, what)
+    proofs.tell(
+        generation.job_id,
+        f"After generation {generation.number} was fenced on {batch.node.name}, {what}. It is ignored.",
+    )
+
+
+_PACE_HALF_LIFE_S = 600.0
+_WARMING_UP = 2
+"""The first steps of a rank are slow for reasons of their own: they say nothing of its pace."""
+
+
+def _pace(row: RankRow, steps: Sequence[StepRow], before: tuple[float | None, float | None]) -> float:
+    """The longest of a rank's recent steps; slowly forgotten, so that fast ones do not hide how slow others are."""
+    first = row.resumed_step or 0
+    counted = (step.step_time_s or 0.0 for step in steps if step.step > first + _WARMING_UP)
+    pace_s, progress_at = before
+    age_s = max(0.0, (row.progress_at or 0.0) - progress_at) if progress_at is not None else 0.0
+    remembered = (pace_s or 0.0) * math.exp2(-age_s / _PACE_HALF_LIFE_S)
+    return max([*counted, remembered])
+
+
+def _raise_lease(generation: GenerationRow, *, pace_s: float | None = None, save_time_s: float | None = None) -> None:
+    """A slow job gets a longer lease, before a runner could think that it stands still."""
+    if generation.lease is None:
+        return
+    terms = from_json(generation.lease, LeaseLimits)
+    longer = raised(terms, pace_s=pace_s, save_time_s=save_time_s)
+    if longer == terms:
+        return
+    generation.lease = to_json(longer)
+    GenerationRow.objects.filter(pk=generation.pk).update(lease=generation.lease)
+    Node.objects.filter(shares__generation=generation).update(revision=F("revision") + 1)
+    push_orders()
 
 
 # --- What a node reports of its share -----------------------------------------------------------------------------
@@ -323,38 +431,54 @@ def _store_report(batch: _Batch, generation: GenerationRow, fact: AssignmentRepo
     if fact.plan_id != generation.plan_id:
         batch.refused += 1
         return
-    share = ShareRow.objects.get(generation=generation, node=batch.node)
-    if share.proof is not None and fact.phase is not SeenPhase.STOPPED:
+    share = ShareRow.objects.select_related("generation").get(generation=generation, node=batch.node)
+    if share.proof is not None and share.confirmed_at is not None and fact.phase is not SeenPhase.STOPPED:
+        return
+    if fact.proof is not None and fact.proof.kind not in AGENT_PROOFS:
+        batch.refused += 1  # only the server can say such a thing
         return
     share.seen, share.reason, share.detail = fact.phase.value, fact.reason[:60], fact.detail
     share.reported_at = batch.server_time(fact.at)
+    share.boot_id = fact.boot_id or share.boot_id
+    share.keeps_lease = share.keeps_lease or fact.keeps_lease
     if fact.master_port is not None:
         share.master_port = fact.master_port
     if fact.fingerprint:
         share.fingerprint, share.fingerprint_parts = fact.fingerprint[:80], fact.fingerprint_parts
-    if fact.phase is SeenPhase.STOPPED and fact.proof is not None and share.proof is None:
-        share.proof = to_json(
-            FenceProof(
-                node=batch.node.name,
-                kind=fact.proof.kind,
-                at=batch.server_time(fact.proof.at),
-                evidence=fact.proof.evidence,
-            )
-        )
-    share.save()
+    stuck = fact.proof is not None and fact.proof.kind is ProofKind.UNKILLABLE
+    if fact.phase is SeenPhase.STOPPED and fact.proof is not None and not stuck:
+        share.confirmed_at = share.confirmed_at or time.time()
+    # By field: a proof that the server finds meanwhile must not be written over.
+    share.save(
+        update_fields=[
+            "seen", "reason", "detail", "reported_at", "boot_id", "keeps_lease", "master_port", "fingerprint",
+            "fingerprint_parts", "confirmed_at",
+        ]
+    )  # fmt: skip
     batch.look_at.add(generation.job_id)
-    if fact.phase is SeenPhase.STOPPED:
-        _ranks_are_gone(batch, generation, share)
+    if fact.phase is SeenPhase.STOPPED and fact.proof is not None:
+        if _keep(batch, share, fact.proof):
+            _ranks_are_gone(generation, share)
+        if stuck:
+            reason = f"processes of generation {generation.number} are stuck in its kernel"
+            proofs.quarantine(batch.node, boot_id=fact.boot_id or batch.node.boot_id, reason=reason)
 
 
-def _ranks_are_gone(batch: _Batch, generation: GenerationRow, share: ShareRow) -> None:
+def _keep(batch: _Batch, share: ShareRow, said: StopProof) -> bool:
+    return proofs.keep_proof(
+        share,
+        FenceProof(
+            node=batch.node.name,
+            kind=said.kind,
+            at=batch.server_time(said.at),
+            evidence=said.evidence,
+            generation=share.generation.number,
+        ),
+    )
+
+
+def _ranks_are_gone(generation: GenerationRow, share: ShareRow) -> None:
     """A stopped share has no living rank: whoever has not reported an exit is gone without one."""
-    gone_at = share.proof["at"] if share.proof else time.time()
-    silent = list(RankRow.objects.filter(generation=generation, node=batch.node, exited_at__isnull=True))
-    for row in silent:
-        row.exited_at, row.detail = gone_at, "gone without a report"
-        row.save(update_fields=["exited_at", "detail"])
+    mine = RankRow.objects.filter(generation=generation, node_id=share.node_id)
+    for row in mine.filter(exit_code__isnull=True, signal__isnull=True):
         _judge_exit(generation, row)
-    open_shares = ShareRow.objects.filter(generation=generation).filter(Q(proof__isnull=True)).exists()
-    if not open_shares:
-        GenerationRow.objects.filter(pk=generation.pk, fenced_at__isnull=True).update(fenced_at=gone_at)

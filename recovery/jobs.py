@@ -6,11 +6,13 @@ import json
 import math
 import time
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from django.db import transaction
 
 from recovery.domain.instructions import JOB_ENDS, JobState
+from recovery.domain.plan import LeaseLimits
 from recovery.errors import CommandRefused, JobRefused, NotFound
 from recovery.ids import fresh_id
 from recovery.models import Job
@@ -64,7 +66,7 @@ def capture_spec(spec: Mapping[str, Any]) -> dict[str, Any]:
     """Check a spec and fill in its defaults. Raises `JobRefused` naming the field and what it should be."""
     known = {
         "name", "argv", "working_directory", "environment", "nodes", "ranks_per_node", "total_steps",
-        "checkpoint_directory", "user", "stop_limit_s",
+        "checkpoint_directory", "user", "stop_limit_s", "synchronous", "phase_limits_s",
     }  # fmt: skip
     unknown = sorted(set(spec) - known)
     if unknown:
@@ -74,7 +76,7 @@ def capture_spec(spec: Mapping[str, Any]) -> dict[str, Any]:
         "argv": _argv(spec),
         "working_directory": _absolute(spec, "working_directory"),
         "environment": _environment(spec),
-        "nodes": _count(spec, "nodes", default=1, most=10_000),
+        "nodes": _nodes(spec),
         "ranks_per_node": _count(spec, "ranks_per_node", default=1, most=64),
         "total_steps": None
         if spec.get("total_steps") is None
@@ -82,6 +84,8 @@ def capture_spec(spec: Mapping[str, Any]) -> dict[str, Any]:
         "checkpoint_directory": _absolute(spec, "checkpoint_directory"),
         "user": "" if not spec.get("user") else _text(spec, "user"),
         "stop_limit_s": _seconds(spec, "stop_limit_s", default=30.0),
+        "synchronous": _flag(spec, "synchronous", default=True),
+        "phase_limits_s": _phase_limits(spec),
     }
     _check_size(captured)
     return captured
@@ -146,6 +150,52 @@ def _count(spec: Mapping[str, Any], field: str, *, default: int, most: int) -> i
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
         raise JobRefused(f"{field} must be a whole number from 1 to {most}, not {value!r:.60}.")
     return value
+
+
+_MOST_NODES = 10_000
+
+
+def _nodes(spec: Mapping[str, Any]) -> int | dict[str, int]:
+    """A number of nodes, or a range: {"min": 2, "max": 4, "multiple_of": 2}."""
+    value = spec.get("nodes", 1)
+    if not isinstance(value, Mapping):
+        return _count(spec, "nodes", default=1, most=_MOST_NODES)
+    unknown = sorted(set(value) - {"min", "max", "multiple_of"})
+    if unknown:
+        raise JobRefused(f"nodes has unknown fields {', '.join(unknown)}; known are max, min, multiple_of.")
+    if "min" not in value or "max" not in value:
+        raise JobRefused('nodes as a range needs min and max, for example {"min": 2, "max": 4, "multiple_of": 2}.')
+    counted = {name: _count(value, name, default=1, most=_MOST_NODES) for name in ("min", "max", "multiple_of")}
+    if counted["min"] > counted["max"]:
+        raise JobRefused(f"nodes: min is {counted['min']} and max is {counted['max']}; min must not be above max.")
+    for name in ("min", "max"):
+        if counted[name] % counted["multiple_of"]:
+            raise JobRefused(f"nodes: {name} {counted[name]} is no multiple of {counted['multiple_of']}.")
+    return counted
+
+
+def _flag(spec: Mapping[str, Any], field: str, *, default: bool) -> bool:
+    value = spec.get(field, default)
+    if not isinstance(value, bool):
+        raise JobRefused(f"{field} must be true or false, not {value!r:.60}.")
+    return value
+
+
+def _phase_limits(spec: Mapping[str, Any]) -> dict[str, float]:
+    """How long ranks may go on without contact to the server and without progress, by phase, in seconds."""
+    value = spec.get("phase_limits_s") or {}
+    known = [field.name for field in fields(LeaseLimits)]
+    if not isinstance(value, Mapping) or set(value) - set(known):
+        raise JobRefused(f"phase_limits_s must be an object with some of {', '.join(known)}, in seconds.")
+    limits = {name: _seconds(value, name, default=1.0) for name in value}
+    for name, seconds in limits.items():
+        if seconds < SHORTEST_LIMIT_S:
+            raise JobRefused(f"phase_limits_s: {name} must be at least {SHORTEST_LIMIT_S:.0f} s.")
+    return limits
+
+
+SHORTEST_LIMIT_S = 2.0
+"""A runner looks at its lease four times a second and hears of the server once a second."""
 
 
 def _seconds(spec: Mapping[str, Any], field: str, *, default: float) -> float:

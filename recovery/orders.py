@@ -4,29 +4,42 @@ from __future__ import annotations
 
 import time
 
-from agents.protocol.messages import Assignment, AssignmentPhase, FaultKind, FaultOrder, LaunchSpec, Order
+from agents.protocol.messages import (
+    Assignment,
+    AssignmentPhase,
+    FaultKind,
+    FaultOrder,
+    LaunchSpec,
+    LeaseTerms,
+    Order,
+    ProbeOrder,
+)
 from recovery.domain.plan import RecoveryPlan
-from recovery.models import Drill, Node, ShareRow
+from recovery.models import Drill, Node, Probe, ShareRow
 from recovery.store import from_json
+from recovery.strays import stop_orders
 
 
 def order_for(node_id: int) -> Order:
     """The node's whole desired state at its present revision.
 
     The revision is read first: a change in between is pushed once more, never missed. A stopped generation stays in
-    the order until its proof is stored.
+    the order until the node's own agent has proven it gone, whatever else proves it: a node that comes back after a
+    silence has to hear that its generation is over.
     """
     node = Node.objects.get(pk=node_id)
     shares = (
         ShareRow.objects.filter(node=node)
-        .exclude(generation__wanted=AssignmentPhase.STOP.value, proof__isnull=False)
+        .exclude(generation__wanted=AssignmentPhase.STOP.value, confirmed_at__isnull=False)
         .select_related("generation__job")
         .order_by("generation_id")
     )
-    drills = Drill.objects.filter(node=node, ended=False, state__in=("requested", "armed"), not_after__gt=time.time())
+    now = time.time()
+    drills = Drill.objects.filter(node=node, ended=False, state__in=("requested", "armed"), not_after__gt=now)
+    probes = Probe.objects.filter(prober=node, outcome="", not_after__gt=now).select_related("node")
     return Order(
         revision=node.revision,
-        assignments=[_assignment(share) for share in shares],
+        assignments=[*(_assignment(share) for share in shares), *stop_orders(node)],
         faults=[
             FaultOrder(
                 drill=drill.id,
@@ -36,8 +49,20 @@ def order_for(node_id: int) -> Order:
                 rank=drill.rank,
                 not_after=drill.not_after,
                 steps_after_save=drill.steps_after_save,
+                duration_s=drill.duration_s,
             )
             for drill in drills
+            if drill.rank is not None and (node.protocol >= 2 or drill.kind == FaultKind.KILL_RANK.value)
+        ],
+        probes=[
+            ProbeOrder(
+                probe=probe.id,
+                node=probe.node.name,
+                address=probe.node.address,
+                port=int(probe.node.facts.get("probe_port", 22)),
+                not_after=probe.not_after,
+            )
+            for probe in probes
         ],
     )
 
@@ -51,6 +76,7 @@ def _assignment(share: ShareRow) -> Assignment:
         generation=row.number,
         plan_id=row.plan_id,
         phase=AssignmentPhase(row.wanted),
+        lease=LeaseTerms(**row.lease) if row.lease else None,
         launch=LaunchSpec(
             argv=spec["argv"],
             working_directory=spec["working_directory"],

@@ -9,12 +9,17 @@ from dataclasses import dataclass
 from django.db import transaction
 
 from agents.protocol.messages import GpuSample, Hello
-from recovery.models import Job, Node
+from recovery.models import Node, Observer
+from recovery.proofs import node_returned
 from recovery.store import to_json
+from recovery.strays import fall_behind
 from recovery.wakeup import announce_change
 
+MAX_GENERATION = 1_000_000
+"""No job ever gets so far: an agent that says more is wrong, and must not lift the numbers out of reach."""
 
-def begin_session(node_id: int, hello: Hello, *, session: str) -> int:
+
+def begin_session(node_id: int, hello: Hello, *, session: str, observer: str) -> int:
     """Make this the node's one session and return how far its outbox is stored already.
 
     A fresh outbox starts at 0. The agent's record of generations lifts ours, so that a restored backup never hands out
@@ -28,18 +33,24 @@ def begin_session(node_id: int, hello: Hello, *, session: str) -> int:
         if node.outbox_id != hello.outbox_id:
             node.outbox_id, node.acknowledged_seq = hello.outbox_id, 0
         node.connected_since, node.last_heard_at = now, now
+        node.observer, node.protocol = observer, hello.protocol
+        node_returned(node, boot_id=hello.boot_id)
         node.boot_id, node.agent_version = hello.boot_id, hello.agent_version[:60]
         node.facts, node.address = to_json(hello.facts), hello.facts.address
         node.save(
             update_fields=[
                 "outbox_id", "acknowledged_seq", "connected_since", "last_heard_at", "boot_id", "agent_version",
-                "facts", "address",
+                "facts", "address", "observer", "protocol",
             ]
         )  # fmt: skip
         for known in hello.highest:
-            Job.objects.filter(pk=known.job, generation__lt=known.generation).update(generation=known.generation)
+            if known.generation <= MAX_GENERATION:
+                fall_behind(known.job, known.generation)
         announce_change("fleet")
     return node.acknowledged_seq
+
+
+_FORGET_OBSERVER_AFTER_S = 7 * 86400.0
 
 
 def end_session(node_id: int, *, session: str) -> None:
@@ -48,15 +59,29 @@ def end_session(node_id: int, *, session: str) -> None:
         announce_change("fleet")
 
 
-def record_heard(heard: Mapping[int, float], *, offsets: Mapping[int, float], revisions: Mapping[int, int]) -> None:
+def record_heard(
+    heard: Mapping[int, float],
+    *,
+    observer: str,
+    since: float,
+    lag_s: float,
+    offsets: Mapping[int, float],
+    revisions: Mapping[int, int],
+) -> None:
     """Write when nodes were last heard (server's clock), their clock offsets and the revisions that they took over.
 
-    A node without an offset here keeps the one that was last known.
+    With them goes the beat of the web process that heard them: a silence is only as long as an observer saw it. A node
+    without an offset here keeps the one that was last known.
     """
     with transaction.atomic():
+        now = time.time()
+        Observer.objects.update_or_create(name=observer, defaults={"since": since, "beat_at": now, "lag_s": lag_s})
+        Observer.objects.filter(beat_at__lt=now - _FORGET_OBSERVER_AFTER_S).delete()
         for node_id, at in sorted(heard.items()):  # in one order everywhere, so that two web processes cannot deadlock
             known = {"clock_offset_s": offsets[node_id]} if node_id in offsets else {}
-            Node.objects.filter(pk=node_id).update(last_heard_at=at, seen_revision=revisions.get(node_id, 0), **known)
+            Node.objects.filter(pk=node_id, observer=observer).update(
+                last_heard_at=at, seen_revision=revisions.get(node_id, 0), **known
+            )
 
 
 def record_gpus(node_id: int, samples: Iterable[GpuSample]) -> None:

@@ -10,14 +10,18 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 
 from django.db import close_old_connections
 from django.db.models import Q
 
 from recovery import absence, engine
+from recovery.breaker import advance_breaker
 from recovery.domain.instructions import JOB_ENDS
 from recovery.drills import settle_drill
 from recovery.models import Claim, Drill, IncidentRow, Job
+from recovery.probes import ask_for_probes
+from recovery.strays import settle_strays
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +50,11 @@ def sweep_if_due() -> bool:
 def sweep() -> None:
     """Advance every open incident, job and drill; one that fails is logged and does not hold up the others."""
     ends = [state.value for state in JOB_ENDS]
-    for incident_id in IncidentRow.objects.filter(ended=False).values_list("pk", flat=True):
+    _guarded("breaker", "")  # before anything is concluded from a node's silence
+    _guarded("probes", "")
+    for job_id in Job.objects.filter(behind_since__isnull=False).values_list("pk", flat=True):
+        _guarded("stray", job_id)
+    for incident_id in IncidentRow.objects.filter(ended=False, job__isnull=False).values_list("pk", flat=True):
         _guarded("incident", incident_id)
     unsettled = ~Q(state__in=ends) | Q(claimed_nodes__isnull=False) | Q(generations__wanted__in=("prepare", "run"))
     for job_id in Job.objects.filter(unsettled).distinct().values_list("pk", flat=True):
@@ -55,7 +63,14 @@ def sweep() -> None:
         _guarded("drill", drill_id)
 
 
-_ADVANCE = {"incident": engine.advance_incident, "job": engine.advance_job, "drill": settle_drill}
+_ADVANCE: dict[str, Callable[[str], None]] = {
+    "breaker": lambda _: advance_breaker(),
+    "probes": lambda _: ask_for_probes(),
+    "stray": settle_strays,
+    "incident": engine.advance_incident,
+    "job": engine.advance_job,
+    "drill": settle_drill,
+}
 
 
 def _guarded(kind: str, identifier: str) -> None:

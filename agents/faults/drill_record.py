@@ -12,7 +12,7 @@ import msgspec
 
 from agents.durable import read_json, write_json
 from agents.errors import StateUnusable
-from agents.protocol.messages import Message
+from agents.protocol.messages import FaultKind, Message
 
 _KEPT = 1000
 _FORGET_AFTER_S = 7 * 86400.0
@@ -25,6 +25,7 @@ class DrillStep(StrEnum):
     APPLYING = "applying"
     """On disk just before the fault; if the agent dies here, the fault is never tried again."""
     APPLIED = "applied"
+    UNDONE = "undone"
     REFUSED = "refused"
     EXPIRED = "expired"
 
@@ -39,7 +40,21 @@ class DrillRecord(Message, frozen=True):
     steps_after_save: int
     step: DrillStep
     at: float
+    """Unix seconds on this node's clock, when it took this step."""
     detail: str = ""
+    kind: FaultKind = FaultKind.KILL_RANK
+    duration_s: float = 0.0
+    boot_id: str = ""
+    undo_at_ns: int = 0
+    """CLOCK_BOOTTIME of that boot, for what the agent itself undoes."""
+    applied_at: float = 0.0
+    applied_detail: str = ""
+
+    @property
+    def ended(self) -> bool:
+        """Nothing will be done or undone for it any more."""
+        final = DrillStep.APPLIED if self.kind is FaultKind.KILL_RANK else DrillStep.UNDONE
+        return self.step in (final, DrillStep.REFUSED, DrillStep.EXPIRED)
 
 
 class DrillStore:
@@ -49,7 +64,7 @@ class DrillStore:
         self._path = state_directory / "drills.json"
         self._drills: dict[str, DrillRecord] = {}
         self._armed: list[DrillRecord] = []
-        self._applying: list[DrillRecord] = []
+        self._open: list[DrillRecord] = []
 
     def load(self) -> None:
         """Read what an earlier life knew. Raises `StateUnusable`: without it, a fault could come twice."""
@@ -69,7 +84,11 @@ class DrillStore:
         drills = {**self._drills, record.drill: record}
         if len(drills) > _KEPT:
             # Only what its own deadline forbids anyway may be forgotten.
-            drills = {name: known for name, known in drills.items() if record.at - known.not_after < _FORGET_AFTER_S}
+            drills = {
+                name: known
+                for name, known in drills.items()
+                if not known.ended or record.at - known.not_after < _FORGET_AFTER_S
+            }
         write_json(self._path, [msgspec.to_builtins(known) for known in drills.values()])
         self._keep(drills)
 
@@ -79,11 +98,15 @@ class DrillStore:
         return self._armed
 
     @property
+    def open(self) -> list[DrillRecord]:
+        """Drills whose fault has begun, perhaps in an earlier life of the agent, and is not over."""
+        return self._open
+
+    @property
     def applying(self) -> list[DrillRecord]:
-        """Drills in whose moment an earlier life of the agent ended."""
-        return self._applying
+        return [r for r in self._drills.values() if r.step is DrillStep.APPLYING and r.kind is FaultKind.KILL_RANK]
 
     def _keep(self, drills: dict[str, DrillRecord]) -> None:
         self._drills = drills
         self._armed = [record for record in drills.values() if record.step is DrillStep.ARMED]
-        self._applying = [record for record in drills.values() if record.step is DrillStep.APPLYING]
+        self._open = [record for record in drills.values() if record.step is not DrillStep.ARMED and not record.ended]

@@ -14,6 +14,8 @@ from typing import Protocol
 import msgspec
 
 from agents.errors import StateUnusable
+from agents.faults.impossible import FaultImpossible
+from agents.faults.moment import DrilledRun as _Run, words_for_moment
 from agents.faults.drill_record import DrillRecord, DrillStep, DrillStore
 from agents.log_lines import NodeLog
 from agents.protocol.messages import FaultOrder, FaultReport, FaultState, LaunchSpec, Message, SeenPhase
@@ -209,3 +211,25 @@ class KillRank:
             self._close(record, DrillStep.APPLIED, "the agent restarted in its moment; the rank is dead", at=record.at)
         elif time.monotonic() - self._began > _SETTLE_LIMIT_S:
             self._close(record, DrillStep.EXPIRED, "the agent restarted in its moment; it is not tried again")
+
+
+def kill_rank(record: DrillRecord, run: _Run, *, write_down: Callable[[], None]) -> str:
+    """Kill the rank, after `write_down` has put that on disk; returns what was done, as a sentence.
+
+    Raises `FaultImpossible`, or whatever `write_down` raises, before anything has happened.
+    """
+    pid = run.rank_pids[record.rank]
+    descriptor = open_exact(pid, None)
+    if descriptor is None:
+        raise FaultImpossible(f"process {pid} is no process of rank {record.rank} any more")
+    try:
+        # The number came from a file of the job's: the kernel says whether it is a process of this generation.
+        if not run.holds_process(pid) or pid == os.getpid():
+            raise FaultImpossible(f"process {pid} is no process of rank {record.rank} any more")
+        write_down()
+        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+    except ProcessLookupError as err:
+        raise FaultImpossible(f"rank {record.rank} died by itself just before") from err
+    finally:
+        os.close(descriptor)
+    return f"SIGKILL to rank {record.rank}, process {pid}, {words_for_moment(record, run)}"

@@ -66,6 +66,23 @@ def encode_frame(message: Message, *, seq: int = 0, max_bytes: int = MAX_FRAME_B
     return frame
 
 
+_ENVELOPE_BYTES = 10
+"""What an envelope adds to its message at most: the array's head and the number."""
+
+
+def encode_body(message: Message, *, max_bytes: int = MAX_FRAME_BYTES - _ENVELOPE_BYTES) -> bytes:
+    """Encode a message that gets its envelope later, by `frame_of_body`. Raises `OversizedFrame`."""
+    body = _encoder.encode(message)
+    if len(body) > max_bytes:
+        raise OversizedFrame(len(body), max_bytes)
+    return body
+
+
+def frame_of_body(body: bytes, *, seq: int) -> bytes:
+    """Put an encoded message into its envelope."""
+    return _encoder.encode((seq, msgspec.Raw(body)))
+
+
 def agent_frames() -> FrameDecoder[FromAgent]:
     """A decoder for what agents send."""
     return FrameDecoder(FromAgent)

@@ -47,11 +47,46 @@ class SeenPhase(StrEnum):
 
 
 class ProofKind(StrEnum):
-    """How an agent knows that a generation is gone from its node."""
+    """How it is known that no process of a generation can act on a node any more."""
 
     CGROUP_EMPTY = "cgroup_empty"
     PROC_SCAN_EMPTY = "proc_scan_empty"
     NEVER_STARTED = "never_started"
+    UNKILLABLE = "unkillable"
+    """What is left is dead or stuck in the kernel (state D or Z) with SIGKILL pending: it never returns to user mode.
+    Good for other nodes only; this one is quarantined until it has rebooted."""
+    BOOT_CHANGED = "boot_changed"
+    """The node has booted since: nothing of before is left."""
+    LEASE_EXPIRED = "lease_expired"
+    """The server's word: the lease ran out, and a stopped peer means that no other rank can step."""
+    PROVIDER = "provider"
+    """A fence provider (power controller, cloud) says that the node is off."""
+    ATTESTATION = "attestation"
+    """An operator's word that the node is powered off."""
+
+
+AGENT_PROOFS = frozenset(
+    {
+        ProofKind.CGROUP_EMPTY,
+        ProofKind.PROC_SCAN_EMPTY,
+        ProofKind.NEVER_STARTED,
+        ProofKind.UNKILLABLE,
+        ProofKind.BOOT_CHANGED,
+    }
+)
+"""What an agent may say of its own node; the server finds the others itself."""
+
+
+class Phase(StrEnum):
+    """What a rank is doing; limits of silence depend on it."""
+
+    SETUP = "setup"
+    """From its start to its first finished step."""
+    COMPILE = "compile"
+    """Before the first finished step only."""
+    STEP = "step"
+    SAVE = "save"
+    EVALUATION = "evaluation"
 
 
 class StopProof(Message, frozen=True, kw_only=True):
@@ -76,6 +111,8 @@ class NodeFacts(Message, frozen=True, kw_only=True):
     simulated_gpus: bool = False
     slots: int = 1
     """Ranks that the node takes at once: its GPUs, or what its configuration says."""
+    probe_port: int = 22
+    """TCP port that other agents knock at when this node is silent; an answer of any kind, also a refusal, is life."""
 
 
 class HighestGeneration(Message, frozen=True, kw_only=True):
@@ -120,6 +157,20 @@ class StepReport(Message, frozen=True, kw_only=True):
     step_time_s: float | None = None
 
 
+class LeaseTerms(Message, frozen=True, kw_only=True):
+    """How long a runner lets its ranks go on without contact to the server *and* without progress, by phase.
+
+    Seconds on CLOCK_BOOTTIME. Within a generation terms only rise, so that the server never counts on less than the
+    runner does. A rank that has finished fewer than three steps has the limit of its setup.
+    """
+
+    setup_s: float = 600.0
+    compile_s: float = 1800.0
+    step_s: float = 15.0
+    save_s: float = 30.0
+    evaluation_s: float = 30.0
+
+
 class LaunchSpec(Message, frozen=True, kw_only=True):
     """All that a node needs to start its share of one generation; frozen with the plan."""
 
@@ -156,14 +207,29 @@ class Assignment(Message, frozen=True, kw_only=True):
     phase: AssignmentPhase
     launch: LaunchSpec | None = None
     """None only with phase `stop`."""
+    lease: LeaseTerms | None = None
+    """Terms that hold now; the agent hands raised ones to the runner. None: the runner keeps no lease."""
 
 
 class FaultKind(StrEnum):
     KILL_RANK = "kill-rank"
+    KILL_AGENT = "kill-agent"
+    """Kills agent, runner and ranks; the agent stays down for `duration_s`."""
+    RESTART_AGENT = "restart-agent"
+    """Kills the agent alone; it comes back at once."""
+    FREEZE_NODE = "freeze-node"
+    """SIGSTOP for agent, runner and ranks; SIGCONT after `duration_s`."""
+    PARTITION = "partition"
+    """Cuts the agent from the server for `duration_s`; ranks still meet."""
+    ISOLATE_NODE = "isolate-node"
+    """Cuts the agent from the server and its ranks from theirs for `duration_s`."""
 
 
 class FaultOrder(Message, frozen=True, kw_only=True):
-    """One drill's fault, applied at most once by the agent, never after `not_after`."""
+    """One drill's fault, applied at most once by the agent, never after `not_after`.
+
+    How to undo it is on the agent's disk before it is applied, and a process outside the agent undoes it.
+    """
 
     drill: Name
     kind: FaultKind
@@ -174,6 +240,19 @@ class FaultOrder(Message, frozen=True, kw_only=True):
     """Unix seconds on the server's clock; the agent stores it on disk before it applies the fault."""
     steps_after_save: int = 0
     """Wait until the rank is at least this many steps past its latest checkpoint."""
+    duration_s: float = 0.0
+    """After this long the fault is undone; 0 for faults that need no undoing."""
+
+
+class ProbeOrder(Message, frozen=True, kw_only=True):
+    """Ask this node's agent whether another node's kernel answers on the network."""
+
+    probe: Name
+    node: Name
+    address: str
+    port: int
+    not_after: float
+    """Unix seconds on the server's clock."""
 
 
 # --- Agent to server ----------------------------------------------------------------------------------------------
@@ -245,6 +324,16 @@ class CheckpointSaved(Message, frozen=True, kw_only=True, tag="checkpoint_saved"
     save_time_s: float | None = None
 
 
+class RankPhase(Message, frozen=True, kw_only=True, tag="rank_phase"):
+    """A rank has begun to do something else."""
+
+    job: Name
+    generation: Generation
+    rank: int
+    phase: Phase
+    at: float
+
+
 class RankFinished(Message, frozen=True, kw_only=True, tag="rank_finished"):
     """The training loop of a rank says that it has done its last step."""
 
@@ -282,11 +371,18 @@ class AssignmentReport(Message, frozen=True, kw_only=True, tag="assignment_repor
     fingerprint: str = ""
     fingerprint_parts: dict[str, str] = {}
     proof: StopProof | None = None
+    boot_id: str = ""
+    """Boot in which this was seen; an outbox on disk may bring it after another one."""
+    keeps_lease: bool = False
+    """The runner speaks a protocol in which it keeps the lease."""
+    launch: LaunchSpec | None = None
+    """What really runs here, with phase `running`: a server whose backup is older than this generation learns it."""
 
 
 class FaultState(StrEnum):
     ARMED = "armed"
     APPLIED = "applied"
+    UNDONE = "undone"
     REFUSED = "refused"
     EXPIRED = "expired"
 
@@ -294,6 +390,22 @@ class FaultState(StrEnum):
 class FaultReport(Message, frozen=True, kw_only=True, tag="fault_report"):
     drill: Name
     state: FaultState
+    at: float
+    detail: Text = ""
+
+
+class ProbeOutcome(StrEnum):
+    REACHABLE = "reachable"
+    """The node's kernel answered: a connection, or its refusal."""
+    UNREACHABLE = "unreachable"
+    """No answer within the limit, or no way to the host."""
+    FAILED = "failed"
+    """The probe itself did not work; says nothing about the node."""
+
+
+class ProbeReport(Message, frozen=True, kw_only=True, tag="probe_report"):
+    probe: Name
+    outcome: ProbeOutcome
     at: float
     detail: Text = ""
 
@@ -323,6 +435,8 @@ class HeartbeatReply(Message, frozen=True, kw_only=True, tag="heartbeat_reply"):
     echo_at: float
     revision: int
     """The revision that this node should be at; a higher one than the agent's is pushed as an `Order`."""
+    grants_lease: bool = False
+    """The server can write down that it heard this node, so that the lease counts from the echoed heartbeat on."""
 
 
 class Order(Message, frozen=True, kw_only=True, tag="order"):
@@ -331,6 +445,7 @@ class Order(Message, frozen=True, kw_only=True, tag="order"):
     revision: int
     assignments: list[Assignment] = []
     faults: list[FaultOrder] = []
+    probes: list[ProbeOrder] = []
 
 
 class Ack(Message, frozen=True, kw_only=True, tag="ack"):
@@ -354,10 +469,12 @@ FromAgent = (
     | RankStarted
     | RankResumed
     | CheckpointSaved
+    | RankPhase
     | RankFinished
     | RankExited
     | AssignmentReport
     | FaultReport
+    | ProbeReport
     | OutboxGap
     | Goodbye
 )
@@ -368,10 +485,12 @@ DURABLE = (
     RankStarted,
     RankResumed,
     CheckpointSaved,
+    RankPhase,
     RankFinished,
     RankExited,
     AssignmentReport,
     FaultReport,
+    ProbeReport,
     OutboxGap,
 )
 """Numbered, kept by the agent until acknowledged, and stored exactly once by the server."""

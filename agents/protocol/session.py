@@ -1,87 +1,41 @@
 """The conversation of one connection as a value: bytes in, messages out, no I/O and no clock.
 
-The agent's link and the server's consumer hold one session per connection. `AgentSession` numbers durable messages and
-forgets them when they are acknowledged; `ServerSession` demands a hello first, drops repeats and refuses gaps.
+The agent's link and the server's consumer hold one session per connection. `AgentSession` sends what its outbox holds
+and forgets it when it is acknowledged; `ServerSession` demands a hello first, drops repeats and refuses gaps.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field
+from typing import Protocol
 
 from agents.protocol.codec import agent_frames, encode_frame, server_frames
-from agents.protocol.errors import MalformedFrame, OutOfOrder, OversizedFrame, UnsupportedVersion
+from agents.protocol.errors import MalformedFrame, OutOfOrder, UnsupportedVersion
 from agents.protocol.messages import DURABLE, Ack, FromAgent, FromServer, Hello, Message, OutboxGap, Welcome
 from agents.protocol.version import OLDEST_SUPPORTED_VERSION, PROTOCOL_VERSION
 
 
-@dataclass
-class Outbox:
-    """Durable messages that the server has not acknowledged yet, oldest first; it outlives connections.
+_WINDOW = 1000
+"""Durable messages that may be on their way at once. The server takes no more at a time; heartbeats would wait behind."""
+_BATCH_BYTES = 256 << 10
 
-    When `limit` is reached the oldest are dropped and a numbered gap takes their place, so that the loss is told.
-    """
 
-    FULL = "the agent's outbox was full"
-    FORGOTTEN = "the server had acknowledged them and does not hold them any more"
+class Pending(Protocol):
+    """What a session needs of an outbox; see `agents.protocol.outbox.Outbox`."""
 
-    outbox_id: str
-    limit: int = 50_000
-    next_seq: int = 1
-    _pending: deque[tuple[int, Message]] = field(default_factory=deque)
-    _dropped: tuple[int, int] | None = None
-    _dropped_because: str = FULL
-
-    def add(self, message: Message) -> int:
-        """Number a message and keep it until it is acknowledged."""
-        seq = self.next_seq
-        self.next_seq += 1
-        self._pending.append((seq, message))
-        while len(self._pending) > self.limit:
-            lost, _ = self._pending.popleft()
-            first = self._dropped[0] if self._dropped else lost
-            self._dropped, self._dropped_because = (first, lost), self.FULL
-        return seq
-
-    def begin(self, acknowledged: int) -> None:
-        """A connection begins where the server stands.
-
-        That may be before what it once acknowledged, if it was restored from a backup: the difference is a gap.
-        """
-        self.acknowledge(acknowledged)
-        first = self._pending[0][0] if self._pending else self.next_seq
-        if self._dropped is None and first > acknowledged + 1:
-            self._dropped, self._dropped_because = (acknowledged + 1, first - 1), self.FORGOTTEN
-
-    def acknowledge(self, through: int) -> None:
-        """Forget everything up to and including `through`."""
-        while self._pending and self._pending[0][0] <= through:
-            self._pending.popleft()
-        if self._dropped and self._dropped[1] <= through:
-            self._dropped = None
-
-    def pending(self, *, after: int) -> list[tuple[int, Message]]:
-        """Messages to send in order, from the one after `after`; a gap stands in for what was dropped."""
-        result: list[tuple[int, Message]] = []
-        if self._dropped and self._dropped[1] > after:
-            first, last = self._dropped
-            gap = OutboxGap(first_seq=max(first, after + 1), last_seq=last, reason=self._dropped_because)
-            result.append((last, gap))
-        result.extend((seq, message) for seq, message in self._pending if seq > after)
-        return result
-
-    def __len__(self) -> int:
-        return len(self._pending)
+    def begin(self, acknowledged: int) -> None: ...
+    def acknowledge(self, through: int) -> None: ...
+    def frames(self, *, after: int, through: int, max_bytes: int) -> list[tuple[int, bytes]]: ...
 
 
 class AgentSession:
     """The agent's end of one connection."""
 
-    def __init__(self, hello: Hello, outbox: Outbox) -> None:
+    def __init__(self, hello: Hello, outbox: Pending) -> None:
         self._hello = hello
         self._outbox = outbox
         self._decoder = server_frames()
         self._sent_through: int | None = None
+        self._acknowledged = 0
 
     @property
     def established(self) -> bool:
@@ -98,35 +52,32 @@ class AgentSession:
         match message:
             case Welcome(acknowledged=acknowledged):
                 self._outbox.begin(acknowledged)
-                self._sent_through = acknowledged
+                self._sent_through = self._acknowledged = acknowledged
             case Ack(through=through):
+                self._acknowledged = max(self._acknowledged, through)
                 self._outbox.acknowledge(through)
         return message
 
     def frames_to_send(self) -> list[bytes]:
-        """Durable messages not yet sent on this connection, encoded and in order; empty before the welcome."""
+        """The next durable messages to send on this connection, encoded and in order; empty before the welcome.
+
+        One batch of bounded size, and never too many that are not acknowledged: ask again until there are none, and
+        after each acknowledgement.
+        """
         if self._sent_through is None:
             return []
-        frames = []
-        for seq, message in self._outbox.pending(after=self._sent_through):
-            frames.append(_frame_or_gap(seq, message))
-            self._sent_through = seq
-        return frames
+        batch = self._outbox.frames(
+            after=self._sent_through, through=self._acknowledged + _WINDOW, max_bytes=_BATCH_BYTES
+        )
+        if batch:
+            self._sent_through = batch[-1][0]
+        return [frame for _, frame in batch]
 
     def transient(self, message: Message) -> bytes:
         """Encode a message that may be lost (heartbeats, GPU samples)."""
         if isinstance(message, DURABLE):
             raise TypeError(f"{type(message).__name__} is durable: add it to the outbox")
         return encode_frame(message)
-
-
-def _frame_or_gap(seq: int, message: Message) -> bytes:
-    """One message that cannot be encoded must not end every connection: its loss is told in its place."""
-    try:
-        return encode_frame(message, seq=seq)
-    except (OversizedFrame, UnicodeEncodeError, OverflowError) as err:
-        reason = f"a {type(message).__name__} could not be encoded ({err})"
-        return encode_frame(OutboxGap(first_seq=seq, last_seq=seq, reason=reason[:1000]), seq=seq)
 
 
 class ServerSession:

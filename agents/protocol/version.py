@@ -1,6 +1,6 @@
 """The version of the wire between agents and server; both ends import it from here."""
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Raised when an old peer could misread a new message. Adding an optional field does not raise it."""
 
 OLDEST_SUPPORTED_VERSION = 1

@@ -35,13 +35,15 @@ from agents.protocol.version import PROTOCOL_VERSION
 from dashboard.database_threads import in_database_thread
 from recovery import access, ingest, orders, sessions, wakeup
 from recovery.ids import fresh_id
+from recovery.store.situations import GRANT_S
 
 log = logging.getLogger(__name__)
 
 SERVER_VERSION = "0.1.0"
 HEARTBEAT_INTERVAL_S = 1.0
 HELLO_WITHIN_S = 10.0
-RECORD_EVERY_S = 2.0
+RECORD_EVERY_S = 1.0
+"""Whom this process heard goes into the database together with its own beat; nodes are judged by that."""
 LOOK_EVERY_S = 1.0
 PUSH_AGAIN_AFTER_S = 5.0
 """An order that the agent has not taken over by then is sent once more: its disk may have been full."""
@@ -49,6 +51,8 @@ SEND_WITHIN_S = 5.0
 """A peer whose socket takes nothing for this long is let go: orders to all others wait behind it."""
 CLOCK_BEATS = 30
 """Heartbeats that tell the offset of an agent's clock; older ones are forgotten, since clocks are put right."""
+FROZEN_S = 3.0
+LAG_COUNTS_FOR_S = 10.0
 MAX_WAITING_FACTS = 2000
 MAX_BATCH = 500
 
@@ -103,6 +107,23 @@ class Connection:
             self.closing.set()
 
 
+class Lag:
+    """By how much the loop or the database has been late, at its worst within the last seconds."""
+
+    def __init__(self) -> None:
+        self._late: deque[tuple[float, float]] = deque()
+
+    def note(self, late_s: float) -> None:
+        now = time.monotonic()
+        self._late.append((now, max(0.0, late_s)))
+        while self._late and now - self._late[0][0] > LAG_COUNTS_FOR_S:
+            self._late.popleft()
+
+    @property
+    def worst_s(self) -> float:
+        return max((late_s for _, late_s in self._late), default=0.0)
+
+
 class Fleet:
     """All sockets of this web process, and the one task that keeps rows and sockets in step."""
 
@@ -111,9 +132,18 @@ class Fleet:
         self._task: asyncio.Task[None] | None = None
         self._hint: asyncio.Task[None] | None = None
         self._look = asyncio.Event()
+        self.observer = fresh_id("obs")
+        self._since = 0.0
+        self._recorded_at = -math.inf
+        """On the monotonic clock, when the last record was begun that succeeded."""
+        self._lag = Lag()
 
     def add(self, connection: Connection) -> None:
         self.connections.add(connection)
+        self.listen()
+
+    def listen(self) -> None:
+        """Begin to observe, also without a connection: that nobody comes says something only if somebody listens."""
         if self._task is None or self._task.done():
             self._look = asyncio.Event()
             self._task = asyncio.create_task(self._run())
@@ -122,23 +152,36 @@ class Fleet:
     def remove(self, connection: Connection) -> None:
         self.connections.discard(connection)
 
+    async def close(self) -> None:
+        """End the tasks of this process."""
+        tasks = [task for task in (self._task, self._hint) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
     async def _run(self) -> None:
-        recorded_at = 0.0
-        while self.connections:
+        try_at = 0.0
+        self._since = time.time()
+        while True:
             try:
-                if time.monotonic() - recorded_at > RECORD_EVERY_S:
-                    recorded_at = time.monotonic()
+                if time.monotonic() >= try_at:
+                    try_at = time.monotonic() + RECORD_EVERY_S
                     await self._record()
                 await self._compare()
             except Exception:
                 log.exception("agents' sockets: database not reached, trying again in %.0f s", LOOK_EVERY_S)
+            asked_at = time.monotonic()
+            hinted = False
             try:
                 await asyncio.wait_for(self._look.wait(), LOOK_EVERY_S)
+                hinted = True
             except TimeoutError:
-                continue
-            self._look.clear()
-        if self._hint is not None:
-            self._hint.cancel()
+                late_s = time.monotonic() - asked_at - LOOK_EVERY_S
+                self._lag.note(late_s)
+                if late_s > FROZEN_S:
+                    self._since = time.time()  # it stood still: what it did not hear meanwhile says nothing
+            if hinted:
+                self._look.clear()
 
     async def _listen(self) -> None:
         """Redis says when orders changed; without it the once-a-second look does."""
@@ -156,15 +199,24 @@ class Fleet:
                 await asyncio.sleep(1.0)
 
     async def _record(self) -> None:
-        recent = time.time() - 2 * RECORD_EVERY_S
-        heard = {c.node_id: c.heard_at for c in self.connections if c.heard_at > recent}
-        if heard:
-            await in_database_thread(
-                sessions.record_heard,
-                heard,
-                offsets={c.node_id: c.offset_s for c in self.connections if c.offset_s is not None},
-                revisions={c.node_id: c.seen_revision for c in self.connections},
-            )
+        began = time.monotonic()
+        known = [c for c in self.connections if c.heard_at and c.protocol.hello is not None]
+        await in_database_thread(
+            sessions.record_heard,
+            {c.node_id: c.heard_at for c in known},
+            observer=self.observer,
+            since=self._since,
+            lag_s=self._lag.worst_s,
+            offsets={c.node_id: c.offset_s for c in self.connections if c.offset_s is not None},
+            revisions={c.node_id: c.seen_revision for c in self.connections},
+        )
+        self._recorded_at = began
+        self._lag.note(time.monotonic() - began)
+
+    @property
+    def grants_leases(self) -> bool:
+        """Whether what is heard now is sure to be written down: else a lease could outlive what the rows say."""
+        return time.monotonic() - self._recorded_at <= GRANT_S
 
     async def _compare(self) -> None:
         """Push what changed; close what was superseded or revoked."""
@@ -206,6 +258,19 @@ async def push(connection: Connection) -> None:
         connection.close(CloseCode.SERVER_ERROR, "This connection takes nothing any more. Reconnect.")
     except Exception as err:  # the socket's own task sees the close; until then the order is pushed again
         log.warning("node=%s order not sent: %s", connection.node, err)
+
+
+async def lifespan(scope: dict[str, Any], receive: Receive, send: Send) -> None:
+    """The ASGI application of the web process's own life: it listens from its start on."""
+    while True:
+        event = await receive()
+        if event["type"] == "lifespan.startup":
+            fleet.listen()
+            await send({"type": "lifespan.startup.complete"})
+        elif event["type"] == "lifespan.shutdown":
+            await fleet.close()
+            await send({"type": "lifespan.shutdown.complete"})
+            return
 
 
 async def agent_socket(scope: dict[str, Any], receive: Receive, send: Send) -> None:
@@ -256,7 +321,7 @@ async def _serve(connection: Connection, receive: Receive) -> None:
     _, message = hello
     assert isinstance(message, Hello)  # the session lets nothing else be first
     acknowledged = await in_database_thread(
-        sessions.begin_session, connection.node_id, message, session=connection.session
+        sessions.begin_session, connection.node_id, message, session=connection.session, observer=fleet.observer
     )
     connection.heard_at = time.time()
     welcome = Welcome(
@@ -309,7 +374,9 @@ async def _receive_all(connection: Connection, receive: Receive) -> None:
                 if math.isfinite(at):
                     connection.clock_deltas.append(now - at)
                 connection.seen_revision = revision
-                reply = HeartbeatReply(at=now, echo_at=at, revision=connection.wanted_revision)
+                reply = HeartbeatReply(
+                    at=now, echo_at=at, revision=connection.wanted_revision, grants_lease=fleet.grants_leases
+                )
                 await connection.say(reply)
             case GpuSamples(samples=samples):
                 connection.keep_gpus(samples)

@@ -7,9 +7,9 @@ from django.views.decorators.http import require_safe
 
 from dashboard.views.page import present, signed_in
 from recovery import queries
-from recovery.queries.nodes import CONTACT_LIMIT_S, STALE_GPU_S
+from recovery.queries.nodes import STALE_GPU_S, contact_limit_s
 
-LIMITS = {"contact_limit_s": CONTACT_LIMIT_S, "gpu_limit_s": STALE_GPU_S}
+LIMITS = {"contact_limit_s": contact_limit_s(), "gpu_limit_s": STALE_GPU_S}
 """After which a page greys a value by itself, also when nothing tells it anything any more."""
 
 

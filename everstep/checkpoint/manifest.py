@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -77,8 +77,11 @@ class Manifest:
         return next((entry for entry in self.files if entry.name == name), None)
 
 
-def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Make the directory a checkpoint: written aside, synced, renamed, and the directory synced. Raises OSError."""
+def write_manifest(directory: Path, manifest: Manifest, *, may_publish: Callable[[], None]) -> None:
+    """Make the directory a checkpoint: written aside, synced, renamed, and the directory synced. Raises OSError.
+
+    may_publish: called between all the slow work and the rename.
+    """
     body = {
         "format": FORMAT,
         "generation": manifest.name.generation,
@@ -99,6 +102,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+    may_publish()
     aside.rename(directory / MANIFEST)
     sync_directory(directory)
 

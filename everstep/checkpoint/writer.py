@@ -49,9 +49,12 @@ class SaveRequest:
     total_steps: int
 
 
-def write_checkpoint(request: SaveRequest, take_snapshot: Callable[[], Snapshot], team: Team) -> Manifest:
+def write_checkpoint(
+    request: SaveRequest, take_snapshot: Callable[[], Snapshot], team: Team, *, may_publish: Callable[[], None]
+) -> Manifest:
     """Take a snapshot on every rank and write it; returns when the checkpoint is durable.
 
+    may_publish: called on rank 0 just before the manifest is put in place, the last moment to end the process.
     Raises `SaveFailed` on every rank alike when any rank's part failed; nothing then counts as a checkpoint.
     """
     aside = request.name.directory(request.root).with_name(f"{ASIDE}{request.name.step:08d}-{os.getpid()}")
@@ -77,7 +80,7 @@ def write_checkpoint(request: SaveRequest, take_snapshot: Callable[[], Snapshot]
             files=files,
             digests=digests,
         )
-        _agree(team, request, _attempt(lambda: _publish(aside, request, manifest) if team.leads else None))
+        _agree(team, request, _attempt(lambda: _publish(aside, request, manifest, may_publish) if team.leads else None))
     except SaveFailed:
         if team.leads:
             shutil.rmtree(aside, ignore_errors=True)
@@ -144,7 +147,7 @@ def _write_rank_file(aside: Path, snapshot: Snapshot, own_keys: Mapping[str, str
     return [FileEntry(name=p.name, size_bytes=p.stat().st_size, sha256=file_hash(p)) for p in mine]
 
 
-def _publish(aside: Path, request: SaveRequest, manifest: Manifest) -> None:
+def _publish(aside: Path, request: SaveRequest, manifest: Manifest, may_publish: Callable[[], None]) -> None:
     for entry in manifest.files:
         size_bytes = (aside / entry.name).stat().st_size if (aside / entry.name).exists() else None
         if size_bytes != entry.size_bytes:
@@ -159,7 +162,7 @@ def _publish(aside: Path, request: SaveRequest, manifest: Manifest) -> None:
     shutil.rmtree(directory, ignore_errors=True)  # an earlier attempt that never got its manifest
     aside.rename(directory)
     sync_directory(directory.parent)
-    write_manifest(directory, manifest)
+    write_manifest(directory, manifest, may_publish=may_publish)
 
 
 def rank_file(rank: int) -> str:

@@ -1,10 +1,12 @@
 """`events.jsonl`: what a runner tells its agent. Appended line by line; a poke says that there is something new.
 
-The file is the truth and outlives both; the poke only saves the agent from waiting for its next look.
+The file is the truth and outlives both; the poke only saves the agent from waiting for its next look. Neither the agent
+nor the disk may stop training: what a full disk refuses is kept, and written before the next event.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
@@ -25,10 +27,13 @@ class Journal:
         self._fd = os.open(directory / EVENTS_FILE, flags, 0o600)
         self._telemetry = telemetry
         self._lock = threading.Lock()
+        self._waiting = b""
 
     def write(self, kind: str, **fields: Any) -> None:
-        """One event, in the kernel's hands when this returns. `at` is Unix seconds."""
+        """One event, in the kernel's hands when this returns, if it takes it. `at` is Unix seconds."""
         line = json.dumps({"kind": kind, "at": time.time(), **fields}).encode() + b"\n"
         with self._lock:
-            os.write(self._fd, line)
+            self._waiting += line
+            with contextlib.suppress(OSError):
+                self._waiting = self._waiting[os.write(self._fd, self._waiting) :]
             self._telemetry.send("poke")

@@ -2,7 +2,7 @@
 
 The agent starts it as `<interpreter> -m everstep.elastic.runner --directory DIR` in a session of its own; it lives on
 when the agent dies, and its ranks die with it. It restarts nothing: that is decided elsewhere. Runner and agent share
-DIR: `launch.json` in, `events.jsonl` and `logs/` out.
+DIR: `launch.json` in, `events.jsonl` and `logs/` out, and the files of the lease, which the runner keeps (`lease.py`).
 
 The rendezvous port of torch listens on all interfaces and knows no password: it belongs on a trusted network.
 """
@@ -13,28 +13,27 @@ import argparse
 import contextlib
 import os
 import sys
-import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from everstep.elastic.ending import Ending
 from everstep.elastic.journal import Journal
-from everstep.elastic.launch import PROTOCOL, Launch
+from everstep.elastic.keeper import LeaseKeeper
+from everstep.elastic.launch import Launch
+from everstep.elastic.lease import EXIT_CODE, NS, Expired
 from everstep.elastic.watch import RankWatch
-from everstep.errors import BadLaunch
+from everstep.errors import BadLaunch, LeaseUnusable
 from everstep.telemetry import Telemetry
 
 if TYPE_CHECKING:
     from everstep.elastic.worker_group import Outcome
 
-_ending = threading.Lock()
-
-REPORT_LIMIT_S = 5.0
-"""How long exits of killed ranks may take to be reported before the runner ends without them."""
-
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code 0: all ranks of this node ended with 0. Code 2: there was nothing that could be started."""
+    """Exit code 0: all ranks of this node ended with 0. Code 2: there was nothing that could be started.
+
+    Code 76: the lease had run out. 128 and a signal's number: it was told to end.
+    """
     parser = argparse.ArgumentParser(prog="python -m everstep.elastic.runner", description=__doc__)
     parser.add_argument("--directory", type=Path, required=True, help="folder with launch.json")
     directory: Path = parser.parse_args(arguments).directory.absolute()
@@ -42,21 +41,20 @@ def main(arguments: list[str] | None = None) -> int:
         launch = Launch.read(directory)
         join_cgroup(launch.cgroup)
         Path(launch.log_directory).mkdir(parents=True, exist_ok=True)
-    except (BadLaunch, OSError) as err:
+        telemetry = Telemetry(socket_path=launch.socket, job=launch.job, generation=launch.generation)
+        journal = Journal(directory, telemetry)
+        watch = RankWatch(journal, log_directory=Path(launch.log_directory))
+        ending = Ending(journal, watch)
+        watch.start(on_signal=lambda number: _end_by_signal(number, ending))
+        keeper = _lease_keeper(launch, watch, ending, journal)
+    except (BadLaunch, LeaseUnusable, OSError) as err:
         print(f"The runner cannot start: {err}", file=sys.stderr)
         return 2
-    telemetry = Telemetry(socket_path=launch.socket, job=launch.job, generation=launch.generation)
-    journal = Journal(directory, telemetry)
-    journal.write("runner_started", pid=os.getpid(), protocol=PROTOCOL)
-    watch = RankWatch(
-        journal,
-        log_directory=Path(launch.log_directory),
-        on_signal=lambda number: _end_by_signal(number, watch, journal),
-    )
+    journal.write("runner_started", pid=os.getpid(), protocol=launch.protocol)
+    if keeper is not None:
+        keeper.start()
     outcome = _run(launch, directory, watch)
-    watch.kill_all()
-    watch.wait_until_reported(REPORT_LIMIT_S)
-    _write_end(journal, reason=outcome.reason, detail=outcome.detail)
+    ending.come_to(reason=outcome.reason, detail=outcome.detail)
     telemetry.close()
     return 1 if outcome.reason else 0
 
@@ -88,19 +86,29 @@ def _run(launch: Launch, directory: Path, watch: RankWatch) -> Outcome:
     return run_worker_group(launch, directory, on_start=watch.add)
 
 
-def _write_end(journal: Journal, *, reason: str, detail: str) -> None:
-    """Once only: a signal makes elastic's run raise in the main thread while the watch is ending the process too."""
-    if _ending.acquire(blocking=False):
-        journal.write("runner_ended", reason=reason, detail=detail)
+def _lease_keeper(launch: Launch, watch: RankWatch, ending: Ending, journal: Journal) -> LeaseKeeper | None:
+    if launch.lease_paths is None:
+        return None
+    return LeaseKeeper(
+        launch.lease_paths,
+        rank_count=launch.ranks_per_node,
+        ended=lambda: {rank - launch.first_rank for rank in watch.exited()},
+        on_expiry=lambda expired: _end_by_lease(expired, ending, journal),
+    )
 
 
-def _end_by_signal(number: int, watch: RankWatch, journal: Journal) -> None:
-    deadline = time.monotonic() + REPORT_LIMIT_S
-    watch.kill_all()
-    while not watch.wait_until_reported(0.1) and time.monotonic() < deadline:
-        watch.kill_all()  # a rank may have been started after the first round
-    _write_end(journal, reason="error", detail=f"The runner was told to end by signal {number}.")
-    os._exit(128 + number)
+def _end_by_lease(expired: Expired, ending: Ending, journal: Journal) -> None:
+    silent_s, limit_s = expired.silent_ns / NS, expired.limit_ns / NS
+    ending.force(
+        reason="lease",
+        detail=f"{expired}.",
+        exit_code=EXIT_CODE,
+        tell=lambda: journal.write("lease_expired", silent_s=silent_s, limit_s=limit_s),
+    )
+
+
+def _end_by_signal(number: int, ending: Ending) -> None:
+    ending.force(reason="error", detail=f"The runner was told to end by signal {number}.", exit_code=128 + number)
 
 
 if __name__ == "__main__":

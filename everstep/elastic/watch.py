@@ -23,17 +23,17 @@ _TAIL_BYTES = 4096
 
 
 class RankWatch:
-    """Reports exits of ranks as they happen, and calls `on_signal` when the runner is told to end.
+    """Reports exits of ranks as they happen, and calls `on_signal` when the runner is told to end, once it is started.
 
-    Made in the main thread, which is where Python delivers signals.
+    Made in the main thread, which is where Python delivers signals; from then on none is lost.
     """
 
-    def __init__(self, journal: Journal, *, log_directory: Path, on_signal: Callable[[int], None]) -> None:
+    def __init__(self, journal: Journal, *, log_directory: Path) -> None:
         self._journal = journal
         self._log_directory = log_directory
-        self._on_signal = on_signal
         self._selector = selectors.DefaultSelector()
         self._processes: dict[int, tuple[int, Popen[bytes]]] = {}
+        self._exited: set[int] = set()
         self._lock = threading.Lock()
         self._all_gone = threading.Event()
         self._all_gone.set()
@@ -43,7 +43,10 @@ class RankWatch:
         for number in ENDING_SIGNALS:
             signal.signal(number, lambda *_: None)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-        threading.Thread(target=self._watch, name="rank-watch", daemon=True).start()
+
+    def start(self, *, on_signal: Callable[[int], None]) -> None:
+        """Begin to watch, in a thread."""
+        threading.Thread(target=self._watch, args=(on_signal,), name="rank-watch", daemon=True).start()
 
     def add(self, rank: int, process: Popen[bytes]) -> None:
         """Watch a rank that was just started, and report its start."""
@@ -52,6 +55,11 @@ class RankWatch:
             self._processes[rank] = (os.pidfd_open(process.pid), process)
             self._all_gone.clear()
             self._selector.register(self._processes[rank][0], selectors.EVENT_READ, rank)
+
+    def exited(self) -> frozenset[int]:
+        """Ranks that were started and have ended."""
+        with self._lock:
+            return frozenset(self._exited)
 
     def kill_all(self) -> None:
         """SIGKILL each rank that is left, with the session that elastic gave it."""
@@ -64,24 +72,18 @@ class RankWatch:
         """Whether every exit has been reported within `limit_s`."""
         return self._all_gone.wait(limit_s)
 
-    def _watch(self) -> None:
+    def _watch(self, on_signal: Callable[[int], None]) -> None:
         while True:
             for key, _ in self._selector.select():
                 if key.fd == self._wake_read:
-                    self._obey(os.read(self._wake_read, 64))
+                    _obey(os.read(self._wake_read, 64), on_signal)
                 else:
                     self._report_exit(key.data)
-
-    def _obey(self, numbers: bytes) -> None:
-        for number in numbers:
-            if number in ENDING_SIGNALS:
-                # On a thread of its own: this one goes on reporting the exits that the handler causes and awaits.
-                threading.Thread(target=self._on_signal, args=(number,), daemon=True).start()
-                return
 
     def _report_exit(self, rank: int) -> None:
         with self._lock:
             fd, process = self._processes.pop(rank)
+            self._exited.add(rank)
             self._selector.unregister(fd)
         exit_code, killed_by = _exit_status(fd, process)
         os.close(fd)
@@ -92,6 +94,14 @@ class RankWatch:
         with self._lock:
             if not self._processes:
                 self._all_gone.set()
+
+
+def _obey(numbers: bytes, on_signal: Callable[[int], None]) -> None:
+    for number in numbers:
+        if number in ENDING_SIGNALS:
+            # On a thread of its own: the watch goes on reporting the exits that the handler causes and awaits.
+            threading.Thread(target=on_signal, args=(number,), daemon=True).start()
+            return
 
 
 def _exit_status(fd: int, process: Popen[bytes]) -> tuple[int | None, int | None]:

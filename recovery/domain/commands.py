@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from recovery.domain.continuity import VerdictKind
 from recovery.domain.failures import diagnosed, failure_of
-from recovery.domain.incident import Incident, IncidentState
+from recovery.domain.fences import lease_proofs
+from recovery.domain.incident import CauseKind, Incident, IncidentState
 from recovery.domain.instructions import (
     Instruction,
     JobState,
@@ -14,7 +15,7 @@ from recovery.domain.instructions import (
     MarkJob,
     ReleaseNodes,
 )
-from recovery.domain.moves import Outcome, live_generation, move, stop_all
+from recovery.domain.moves import Outcome, live_generation, move, stop_all, wait_for_fence
 from recovery.domain.setbacks import past_deadline
 from recovery.domain.situation import Command, Situation
 
@@ -23,8 +24,11 @@ S = IncidentState
 
 def cancel(incident: Incident, situation: Situation, now: float) -> Outcome:
     """The job's owner wants it stopped: that ends the incident as soon as nothing runs any more."""
-    incident, told = diagnosed(incident, situation)
+    incident, told = diagnosed(incident, situation, now)
     stops = stop_all(situation, except_generation=None)
+    proofs = lease_proofs(situation, now)
+    if proofs:
+        return Outcome(incident=incident, instructions=proofs)
     if stops or told or situation.job.state is not JobState.STOPPING:
         mark = MarkJob(job=incident.job, state=JobState.STOPPING)
         return Outcome(incident=incident, instructions=(*stops, mark), entries=told)
@@ -51,7 +55,7 @@ def cancel(incident: Incident, situation: Situation, now: float) -> Outcome:
 
 def obey(incident: Incident, situation: Situation, command: Command, now: float) -> Outcome:
     """Do what an operator asked. What broke is told first, where the incident was too young to have told it."""
-    known, told = diagnosed(incident, situation)
+    known, told = diagnosed(incident, situation, now)
     outcome = _obeyed(known, situation, command, now)
     return replace(outcome, entries=(*told, *outcome.entries))
 
@@ -60,6 +64,9 @@ def _obeyed(incident: Incident, situation: Situation, command: Command, now: flo
     match command:
         case Command.PAUSE if incident.state not in (S.PAUSED, S.ESCALATED):
             return move(incident, S.PAUSED, situation, now, "Paused by an operator; nothing more is ordered.")
+        case Command.RESUME if incident.state is S.PAUSED and not incident.stop_ordered and _only_silent(incident):
+            # To stop what may be healthy is nothing that a pause has decided.
+            return wait_for_fence(incident, situation, now, incident.cause.sentence if incident.cause else "")
         case Command.RESUME if incident.state is S.PAUSED:
             return move(incident, S.STOPPING, situation, now, "Resumed by an operator.")
         case Command.RETRY if incident.state in (S.PAUSED, S.ESCALATED):
@@ -78,6 +85,10 @@ def _obeyed(incident: Incident, situation: Situation, command: Command, now: flo
         case Command.CLOSE:
             return _close(incident, situation, now)
     return Outcome(incident=incident)
+
+
+def _only_silent(incident: Incident) -> bool:
+    return incident.cause is not None and incident.cause.kind is CauseKind.NODE_SILENT
 
 
 def _close(incident: Incident, situation: Situation, now: float) -> Outcome:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from recovery.domain.absences import missing_nodes, node_silent, unseen_for_s
 from recovery.domain.diagnosis import diagnose
 from recovery.domain.generations import AssignmentPhase, GenerationView
 from recovery.domain.instructions import JobState
 from recovery.domain.situation import Situation
 
-RULE_VERSION = "detection-1"
+RULE_VERSION = "detection-2"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +27,11 @@ class Fault:
     at: float | None
     """The agent's time, corrected; None where nobody saw it happen."""
     sentence: str
+    node: str | None = None
+    """Set where a whole node is what broke."""
 
 
-def find_fault(situation: Situation) -> Fault | None:
+def find_fault(situation: Situation, now: float) -> Fault | None:
     """The fault of a job that has no open incident; None if it has none, or if its end was wanted."""
     job = situation.job
     if job.stop_wanted or job.state not in (JobState.LAUNCHING, JobState.RUNNING, JobState.RECOVERING):
@@ -36,7 +39,12 @@ def find_fault(situation: Situation) -> Fault | None:
     newest = max(situation.generations, key=lambda generation: generation.number, default=None)
     if newest is None or newest.wanted is not AssignmentPhase.RUN or newest.ended_well:
         return None
-    return _death(newest) or _vanished_runner(newest, launching=job.state is JobState.LAUNCHING)
+    return (
+        _death(newest)
+        or _vanished_runner(newest, launching=job.state is JobState.LAUNCHING)
+        or _missing_node(newest, situation, now)
+        or _unseen(newest, situation, now)
+    )
 
 
 def _death(generation: GenerationView) -> Fault | None:
@@ -63,3 +71,22 @@ def _vanished_runner(generation: GenerationView, *, launching: bool) -> Fault | 
         at=None,
         sentence=f"The runner of generation {generation.number} on {share.node} is gone.",
     )
+
+
+def _missing_node(generation: GenerationView, situation: Situation, now: float) -> Fault | None:
+    missing = missing_nodes(generation, situation, now)
+    if not missing:
+        return None
+    first = min(missing, key=lambda node: node.last_heard_at)
+    return Fault(
+        generation=generation.number, rank=None, at=first.last_heard_at, sentence=f"{first.sentence}.", node=first.name
+    )
+
+
+def _unseen(generation: GenerationView, situation: Situation, now: float) -> Fault | None:
+    """Nothing of a job can be seen for long: a human should know, though nothing is stopped for it."""
+    silent_s = unseen_for_s(generation, situation)
+    if silent_s is None or silent_s < situation.policy.unseen_s or situation.job.state is JobState.LAUNCHING:
+        return None
+    cause = node_silent(generation, silent_s)
+    return Fault(generation=generation.number, rank=None, at=now - silent_s, sentence=cause.sentence, node=cause.node)

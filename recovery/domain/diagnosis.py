@@ -66,6 +66,11 @@ def diagnose(ranks: Sequence[RankView]) -> Cause | None:
     )
 
 
+def is_echo(rank: RankView, ranks: Sequence[RankView]) -> bool:
+    """Whether a dead rank only says that some peer is gone."""
+    return _class(rank, ranks) is _Evidence.ECHO
+
+
 class _Evidence(IntEnum):
     SIGNAL = 0
     OWN_END = 1

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
-from recovery.domain.diagnosis import diagnose
-from recovery.domain.generations import GenerationView, ShareView
+from recovery.domain.absences import missing_nodes, node_lost, node_silent, unseen_for_s
+from recovery.domain.diagnosis import diagnose, is_echo
+from recovery.domain.generations import GenerationView, RankView, ShareView
 from recovery.domain.incident import Cause, CauseKind, Incident
 from recovery.domain.lineage import reached_step
 from recovery.domain.situation import Situation
 from recovery.domain.timeline import Entry, EntryKind
 
 
-def diagnosed(incident: Incident, situation: Situation) -> tuple[Incident, tuple[Entry, ...]]:
+def diagnosed(incident: Incident, situation: Situation, now: float) -> tuple[Incident, tuple[Entry, ...]]:
     """The incident with its cause, and the sentence that tells it; unchanged if it is known, or if nothing died."""
     broken = situation.generation(incident.broken_generation)
     if incident.cause is not None or broken is None:
         return incident, ()
-    cause = diagnose(broken.ranks) or _runner_lost(broken)
+    cause = first_hand_cause(broken, situation, now)
+    silent_s = unseen_for_s(broken, situation) if cause is None else None
+    if silent_s is not None and not broken.fenced:
+        cause = node_silent(broken, silent_s)
     if cause is None:
         return incident, ()
     fault = Entry(
@@ -29,6 +34,25 @@ def diagnosed(incident: Incident, situation: Situation) -> tuple[Incident, tuple
     return replace(incident, cause=cause, reached_step=reached_step(situation.generations)), (fault,)
 
 
+def first_hand_cause(generation: GenerationView, situation: Situation, now: float) -> Cause | None:
+    """What is known for certain to have broken it: a death, a runner that is gone, or a node that two witnesses miss.
+
+    A rank that died of a broken collective is no cause beside a node that is gone.
+    """
+    return _cause_of(generation.ranks, generation, situation, now) or _runner_lost(generation)
+
+
+def _cause_of(told: Sequence[RankView], generation: GenerationView, situation: Situation, now: float) -> Cause | None:
+    died = diagnose(told)
+    first = next((rank for rank in told if died is not None and rank.rank == died.rank), None)
+    if died is not None and not (first is not None and is_echo(first, told)):
+        return died
+    missing = missing_nodes(generation, situation, now, even_fenced=True)
+    if missing:
+        return node_lost(missing, tuple(sorted(rank.rank for rank in told if rank.died)))
+    return died
+
+
 def _runner_lost(generation: GenerationView) -> Cause | None:
     if not generation.failed_shares:
         return None
@@ -36,11 +60,11 @@ def _runner_lost(generation: GenerationView) -> Cause | None:
     return Cause(kind=CauseKind.RUNNER_LOST, rank=None, node=share.node, sentence=f"{_share_words(share)}.")
 
 
-def second_look(incident: Incident, situation: Situation) -> tuple[Incident, tuple[Entry, ...]]:
+def second_look(incident: Incident, situation: Situation, now: float) -> tuple[Incident, tuple[Entry, ...]]:
     """The cause once more, now that every old node has told what it knew: the first death heard may be an echo."""
     broken = situation.generation(incident.broken_generation)
     told = [rank for rank in broken.ranks if rank.signal or rank.exit_code is not None] if broken else []
-    cause = diagnose(told)
+    cause = _cause_of(told, broken, situation, now) if broken else None
     if (
         cause is None
         or incident.cause is None

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from recovery.domain.silence import Contact
+
 
 class NodeHealth(StrEnum):
     """What is known of a node. Unknown means that we cannot see it, never that it is dead."""
@@ -27,6 +29,19 @@ class NodeView:
     """Job that holds the node, whether or not its ranks run right now."""
     cordoned: bool = False
     rack: str = ""
+    contact: Contact = Contact.SEEN
+    last_heard_at: float | None = None
+    silent_s: float = 0.0
+    """Seconds of silence that count; see `silence`."""
+    heard_at_most: float | None = None
+    """No lease of this node can have been renewed between this moment and `observed_until`; None: not known."""
+    observed_until: float = 0.0
+    """The moment up to which what is said of contact is known."""
+    boot_id: str = ""
+    quarantined: str = ""
+    """Why the node is not to be used until it has rebooted; empty if it is not quarantined."""
+    unconfirmed: str = ""
+    """A generation that was fenced without this node's own word and that its agent has not called gone yet."""
 
     def can_take(self, *, job: str, ranks: int) -> bool:
         """Healthy, in contact, not cordoned, large enough, and not another job's."""
@@ -34,8 +49,12 @@ class NodeView:
 
     def why_not(self, *, job: str, ranks: int) -> str:
         """Why this node cannot take `ranks` ranks of `job`; empty if it can."""
-        if self.health is NodeHealth.UNKNOWN:
+        if self.health is NodeHealth.UNKNOWN or self.contact is not Contact.SEEN:
             return "no contact with its agent"
+        if self.quarantined:
+            return f"quarantined until it reboots: {self.quarantined}"
+        if self.unconfirmed:
+            return f"its agent has not said yet that {self.unconfirmed} is gone"
         if self.health is NodeHealth.UNHEALTHY:
             return "unhealthy"
         if self.cordoned:
@@ -52,6 +71,10 @@ class FleetSnapshot:
     """Every node that has joined, at one moment."""
 
     nodes: tuple[NodeView, ...]
+    breaker_open: bool = False
+    """Too many nodes fell silent at once and nobody has re-armed the breaker yet: no absence is believed."""
+    rearmed_at: float = 0.0
+    """Silences that began before were looked at by an operator: they do not count as too many any more."""
 
     def node(self, name: str) -> NodeView | None:
         """The node of that name, or None if it never joined."""

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from agents.protocol.messages import AssignmentPhase, ProofKind, SeenPhase
-from recovery.domain.plan import RecoveryPlan
+from agents.protocol.messages import AssignmentPhase, Phase, ProofKind, SeenPhase
+from recovery.domain.plan import FenceProof, LeaseLimits, RecoveryPlan
 
-__all__ = ["AssignmentPhase", "FenceProof", "GenerationView", "ProofKind", "RankView", "SeenPhase", "ShareView"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class FenceProof:
-    """Why no process of a generation can be alive on a node any more."""
-
-    node: str
-    kind: ProofKind
-    at: float
-    """Server's clock."""
-    evidence: str
+__all__ = [
+    "AssignmentPhase",
+    "FenceProof",
+    "GenerationView",
+    "LeaseLimits",
+    "Phase",
+    "ProofKind",
+    "RankView",
+    "SeenPhase",
+    "ShareView",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +38,12 @@ class RankView:
     live_digest: dict[str, str] = field(default_factory=dict)
     first_step_at: float | None = None
     last_step: int | None = None
+    phase: Phase | None = None
+    """None: it has not said."""
+    progress_at: float | None = None
+    """When it last finished a step or began another phase; server's clock."""
+    pace_s: float | None = None
+    """Longest of its recent steps."""
     finished_step: int | None = None
     """Set when the training loop said that it did its last step."""
 
@@ -69,6 +74,11 @@ class ShareView:
     fingerprint: str = ""
     fingerprint_parts: dict[str, str] = field(default_factory=dict)
     proof: FenceProof | None = None
+    boot_id: str = ""
+    """Boot of the node in which it was last reported."""
+    keeps_lease: bool = False
+    confirmed: bool = False
+    """The node's own agent has proven the stop."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +92,8 @@ class GenerationView:
     broken_continuity: bool = False
     run_ordered: bool = False
     """`run` was given at least once; without it no process can ever have started."""
+    lease: LeaseLimits | None = None
+    """Terms that hold now: those of the plan, or raised since."""
 
     @property
     def number(self) -> int:

@@ -19,6 +19,8 @@ class IncidentState(StrEnum):
     AWAITING_APPROVAL = "awaiting_approval"
     WAITING_FOR_CAPACITY = "waiting_for_capacity"
     WAITING_FOR_CHECKPOINT = "waiting_for_checkpoint"
+    WAITING_FOR_FENCE = "waiting_for_fence"
+    """A node cannot be seen, and nothing proves that it is empty: a human was paged, nothing is relaunched."""
     PAUSED = "paused"
     ESCALATED = "escalated"
     RECOVERED = "recovered"
@@ -35,15 +37,16 @@ ENDS = frozenset({S.RECOVERED, S.CANCELLED, S.FALSE_ALARM, S.CLOSED_BY_OPERATOR}
 _ASIDE = frozenset({S.PAUSED, S.ESCALATED, S.CANCELLED, S.CLOSED_BY_OPERATOR})
 
 TRANSITIONS: dict[IncidentState, frozenset[IncidentState]] = {
-    S.DETECTED: frozenset({S.STOPPING, S.AWAITING_APPROVAL, S.FALSE_ALARM}) | _ASIDE,
-    S.STOPPING: frozenset({S.PLACING, S.FALSE_ALARM}) | _ASIDE,
+    S.DETECTED: frozenset({S.STOPPING, S.AWAITING_APPROVAL, S.WAITING_FOR_FENCE, S.FALSE_ALARM}) | _ASIDE,
+    S.STOPPING: frozenset({S.PLACING, S.WAITING_FOR_FENCE, S.FALSE_ALARM}) | _ASIDE,
     S.PLACING: frozenset({S.STOPPING, S.LAUNCHING, S.WAITING_FOR_CAPACITY, S.WAITING_FOR_CHECKPOINT}) | _ASIDE,
     S.LAUNCHING: frozenset({S.STOPPING, S.VERIFYING}) | _ASIDE,
     S.VERIFYING: frozenset({S.STOPPING, S.RECOVERED}) | _ASIDE,
     S.AWAITING_APPROVAL: frozenset({S.STOPPING, S.FALSE_ALARM}) | _ASIDE,
     S.WAITING_FOR_CAPACITY: frozenset({S.PLACING}) | _ASIDE,
     S.WAITING_FOR_CHECKPOINT: frozenset({S.PLACING}) | _ASIDE,
-    S.PAUSED: frozenset({S.STOPPING, S.ESCALATED, S.CANCELLED, S.CLOSED_BY_OPERATOR}),
+    S.WAITING_FOR_FENCE: frozenset({S.STOPPING, S.FALSE_ALARM}) | _ASIDE,
+    S.PAUSED: frozenset({S.STOPPING, S.WAITING_FOR_FENCE, S.ESCALATED, S.CANCELLED, S.CLOSED_BY_OPERATOR}),
     S.ESCALATED: frozenset({S.STOPPING, S.RECOVERED, S.CANCELLED, S.CLOSED_BY_OPERATOR}),
     S.RECOVERED: frozenset(),
     S.CANCELLED: frozenset(),
@@ -65,6 +68,10 @@ class CauseKind(StrEnum):
     """A generation could not be started."""
     RUNNER_LOST = "runner_lost"
     """A node's runner ended, and no end of a rank is known."""
+    NODE_LOST = "node_lost"
+    """A node is silent, and a second witness misses it too."""
+    NODE_SILENT = "node_silent"
+    """None of the job's nodes can be seen: whether it trains is not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,8 +120,8 @@ class Incident:
     avoided_nodes: tuple[str, ...] = ()
     """Nodes on which a relaunch died; taken again only if there is no other."""
     escalation: str = ""
-    awaits_proof: bool = False
-    """Escalated for want of a proof of stop only: goes on by itself if the proof comes."""
+    stop_ordered: bool = False
+    """The broken generation is wanted gone; False while it may be healthy and only cannot be seen."""
     version: int = 0
 
     @property

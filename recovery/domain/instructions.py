@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from recovery.domain.plan import RecoveryPlan
+from recovery.domain.plan import FenceProof, RecoveryPlan
 from recovery.domain.receipt import Receipt
 
 
@@ -35,6 +35,15 @@ class StopGeneration:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RecordProof:
+    """Keep a proof that the server found itself; the node's agent goes on being told to stop until it says so too."""
+
+    job: str
+    generation: int
+    proof: FenceProof
+
+
+@dataclass(frozen=True, kw_only=True)
 class PreparePlan:
     """Create a generation from the plan, claim its nodes, and order `prepare` on each."""
 
@@ -48,6 +57,8 @@ class RunPlan:
     job: str
     generation: int
     master_port: int
+    fences: tuple[FenceProof, ...] = ()
+    """What it stands on: a proof for each node of each older generation that ever ran; kept with the plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,5 +101,13 @@ class PageOperator:
 
 
 Instruction = (
-    StopGeneration | PreparePlan | RunPlan | MarkJob | ReleaseNodes | MarkContinuityBroken | IssueReceipt | PageOperator
+    StopGeneration
+    | RecordProof
+    | PreparePlan
+    | RunPlan
+    | MarkJob
+    | ReleaseNodes
+    | MarkContinuityBroken
+    | IssueReceipt
+    | PageOperator
 )

@@ -296,6 +296,10 @@ def _may_place(plan: RecoveryPlan, fleet: FleetSnapshot) -> Iterator[Violation]:
             problem = "never joined"
         elif node.health is not NodeHealth.HEALTHY:
             problem = f"is {node.health.value}"
+        elif node.quarantined:
+            problem = "is quarantined"
+        elif node.unconfirmed:
+            problem = f"may still hold {node.unconfirmed}"
         elif node.cordoned:
             problem = "is cordoned"
         elif node.claimed_by not in (None, plan.job):
@@ -394,7 +398,7 @@ def _sound_and_trained(generations: Sequence[GenerationView]) -> list[Generation
     return [
         generation
         for generation in generations
-        if any(rank.resumed_step is not None for rank in generation.ranks)
+        if any(rank.resumed_step is not None or rank.last_step is not None for rank in generation.ranks)
         and not any(ancestor.broken_continuity for ancestor in _ancestors(generation.number, generations))
     ]
 

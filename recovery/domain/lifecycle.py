@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from recovery.domain.fences import lease_proofs, proofs_of
 from recovery.domain.generations import AssignmentPhase, GenerationView
 from recovery.domain.instructions import (
     JOB_ENDS,
@@ -18,7 +19,7 @@ from recovery.domain.instructions import (
     StopGeneration,
 )
 from recovery.domain.lineage import NoCheckpoint, ParentChoice, choose_parent, reached_step
-from recovery.domain.placement import NoCapacity, choose_nodes, lost_nodes, unseen_nodes
+from recovery.domain.placement import NoCapacity, choose_as_many, lost_nodes, possible_sizes, unseen_nodes
 from recovery.domain.plan import RecoveryPlan
 from recovery.domain.rollout import endpoint_port, fingerprint_difference
 from recovery.domain.situation import Situation
@@ -38,7 +39,8 @@ def step_job(situation: Situation, now: float) -> JobOutcome:
     """Return what is next for a job that has no open incident."""
     job = situation.job
     if job.state in JOB_ENDS:
-        return JobOutcome(instructions=(*_stops(situation), *_release_when_gone(situation)))
+        proofs = lease_proofs(situation, now)
+        return JobOutcome(instructions=proofs or (*_stops(situation), *_release_when_gone(situation)))
     if job.stop_wanted or job.state is JobState.STOPPING:
         return _stop(situation, now)
     match job.state:
@@ -54,6 +56,9 @@ def step_job(situation: Situation, now: float) -> JobOutcome:
 def _stop(situation: Situation, now: float) -> JobOutcome:
     job = situation.job
     stops = _stops(situation)
+    proofs = lease_proofs(situation, now)
+    if proofs:
+        return JobOutcome(instructions=proofs)
     unfenced = [node for generation in situation.generations for node in generation.unfenced_nodes]
     if stops or not all(generation.fenced for generation in situation.generations):
         if job.state is not JobState.STOPPING:
@@ -72,8 +77,11 @@ def _place(situation: Situation, now: float) -> JobOutcome:
     parent = _parent(situation)
     if isinstance(parent, NoCheckpoint):
         return _wait_for_checkpoint(situation, parent, now)
-    placed = choose_nodes(
-        fleet=situation.fleet, job=job.id, node_count=job.node_count, ranks_per_node=job.ranks_per_node
+    placed = choose_as_many(
+        fleet=situation.fleet,
+        job=job.id,
+        sizes=possible_sizes(most=job.node_count, least=job.min_nodes, multiple_of=job.multiple_of),
+        ranks_per_node=job.ranks_per_node,
     )
     if isinstance(placed, NoCapacity):
         return JobOutcome(instructions=(MarkJob(job=job.id, state=JobState.PENDING, reason=placed.reason),))
@@ -89,6 +97,7 @@ def _place(situation: Situation, now: float) -> JobOutcome:
         parent=parent.parent,
         parent_reason=parent.reason if situation.generations else "first launch",
         placement_reason=placed.reason,
+        lease=job.lease,
     )
     return JobOutcome(instructions=(PreparePlan(plan=plan), MarkJob(job=job.id, state=JobState.PLACING)))
 
@@ -120,7 +129,7 @@ def _prepare(situation: Situation, now: float) -> JobOutcome:
     if generation.failed_shares:
         share = generation.failed_shares[0]
         return _launch_failed(situation, f"{share.node}: {share.detail or share.reason}")
-    blind = lost_nodes(generation.plan, situation.fleet)
+    blind = [*lost_nodes(generation.plan, situation.fleet), *unseen_nodes(generation.plan, situation.fleet)]
     if blind or not generation.prepared or situation.unfenced_before(generation.number):
         overdue = now - situation.job.state_since > situation.policy.placing_s
         return _launch_failed(situation, "its nodes did not prepare in time") if overdue else JobOutcome()
@@ -137,7 +146,12 @@ def _prepare(situation: Situation, now: float) -> JobOutcome:
         return JobOutcome()
     return JobOutcome(
         instructions=(
-            RunPlan(job=situation.job.id, generation=generation.number, master_port=port),
+            RunPlan(
+                job=situation.job.id,
+                generation=generation.number,
+                master_port=port,
+                fences=proofs_of(g for g in situation.generations if g.number < generation.number),
+            ),
             MarkJob(job=situation.job.id, state=JobState.LAUNCHING),
         )
     )

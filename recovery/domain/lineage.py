@@ -34,7 +34,9 @@ def lineage_limits(generations: Sequence[GenerationView]) -> dict[int, int | Non
     """
     by_number = {generation.number: generation for generation in generations}
     trained = [
-        g for g in generations if any(r.resumed_step is not None for r in g.ranks) and not _tainted(g, by_number)
+        g
+        for g in generations
+        if any(r.resumed_step is not None or r.last_step is not None for r in g.ranks) and not _tainted(g, by_number)
     ]
     if not trained:
         return {}

@@ -9,33 +9,36 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from recovery.domain.absences import missing_nodes
 from recovery.domain.commands import cancel, obey
 from recovery.domain.continuity import VerdictKind
 from recovery.domain.endings import recovered
-from recovery.domain.failures import diagnosed, failure_of, second_look
-from recovery.domain.generations import AssignmentPhase, ProofKind
-from recovery.domain.incident import Incident, IncidentState
+from recovery.domain.failures import diagnosed, failure_of, first_hand_cause, second_look
+from recovery.domain.fences import lease_proofs, proof_entry, proofs_of
+from recovery.domain.generations import AssignmentPhase
+from recovery.domain.incident import CauseKind, Incident, IncidentState
 from recovery.domain.instructions import (
     JobState,
     MarkJob,
     RunPlan,
 )
 from recovery.domain.lineage import NoCheckpoint, reached_step
-from recovery.domain.moves import Outcome, escalate, live_generation, move, stop_all
-from recovery.domain.placement import NoCapacity, lost_nodes
+from recovery.domain.moves import Outcome, escalate, live_generation, move, stop_all, wait_for_fence
+from recovery.domain.placement import NoCapacity, lost_nodes, unseen_nodes
 from recovery.domain.planning import is_stale, make_plan, parent_words, plan_afresh, plan_ahead, plan_or_wait
 from recovery.domain.rollout import endpoint_port, fingerprint_difference
-from recovery.domain.setbacks import continuity_broken, past_deadline, preparation_failed, relaunch, replan
+from recovery.domain.setbacks import (
+    continuity_broken,
+    node_went_missing,
+    past_deadline,
+    preparation_failed,
+    relaunch,
+    replan,
+)
 from recovery.domain.situation import Situation
 from recovery.domain.timeline import Entry, EntryKind, join_names
 
 S = IncidentState
-
-_PROOF_WORDS = {
-    ProofKind.CGROUP_EMPTY: "its control group is empty",
-    ProofKind.PROC_SCAN_EMPTY: "no process carries its mark",
-    ProofKind.NEVER_STARTED: "it never started there",
-}
 
 
 def step(incident: Incident, situation: Situation, now: float) -> Outcome:
@@ -56,7 +59,10 @@ def step(incident: Incident, situation: Situation, now: float) -> Outcome:
 
 def _detected(incident: Incident, situation: Situation, now: float) -> Outcome:
     broken = situation.generation(incident.broken_generation)
-    known, told = diagnosed(incident, situation)
+    known, told = diagnosed(incident, situation, now)
+    if broken is not None and known.cause is not None and known.cause.kind is CauseKind.NODE_SILENT:
+        waiting = wait_for_fence(known, situation, now, known.cause.sentence)
+        return replace(waiting, entries=(*told, *waiting.entries))
     if broken is None or known.cause is None:
         # Nothing is stopped, so the job is what it was before its incident was opened.
         trains = broken is not None and broken.stepping
@@ -81,28 +87,23 @@ def _stopping(incident: Incident, situation: Situation, now: float) -> Outcome:
         return Outcome(incident=incident, instructions=stops)
     must_be_gone = situation.generations if keep is None else situation.unfenced_before(keep)
     unfenced = [generation for generation in must_be_gone if not generation.fenced]
+    proofs = lease_proofs(situation, now, except_generation=keep)
+    if proofs:
+        return Outcome(incident=incident, instructions=proofs)
     if unfenced:
         return plan_ahead(incident, situation, now)
     gone = [g for g in situation.generations if g.run_ordered and g.number != keep]
     last = max(gone, key=lambda generation: generation.number, default=None)
-    proofs = last.proofs if last else ()
+    fences = last.proofs if last else ()
     known = replace(
         incident,
-        fenced_at=max((proof.at for proof in proofs), default=now),
+        fenced_at=max((proof.at for proof in fences), default=now),
         reached_step=reached_step(situation.generations, before=keep),
     )
     if incident.plan is not None and is_stale(incident.plan, known, situation):
         return plan_afresh(incident, situation, now)
-    known, corrected = second_look(known, situation)
-    told = tuple(
-        Entry(
-            kind=EntryKind.PROOF,
-            at=proof.at,
-            text=f"Generation {last.number if last else 0} is gone from {proof.node}: {_PROOF_WORDS[proof.kind]}.",
-            data={"node": proof.node, "proof": proof.kind.value, "evidence": proof.evidence},
-        )
-        for proof in sorted(proofs, key=lambda proof: proof.at)
-    )
+    known, corrected = second_look(known, situation, now)
+    told = tuple(proof_entry(last.number if last else 0, proof) for proof in sorted(fences, key=lambda proof: proof.at))
     moved = move(known, S.PLACING, situation, now, "Every old node is fenced; choosing and preparing nodes.")
     return replace(moved, entries=(*corrected, *told, *moved.entries))
 
@@ -120,6 +121,8 @@ def _placing(incident: Incident, situation: Situation, now: float) -> Outcome:
     lost = lost_nodes(incident.plan, situation.fleet)
     if lost:
         return replan(incident, situation, now, why=f"contact with {join_names(lost)} was lost", costs_rung=False)
+    if unseen_nodes(incident.plan, situation.fleet):
+        return Outcome(incident=incident)
     if not generation.prepared or situation.unfenced_before(generation.number):
         return Outcome(incident=incident)
     difference = fingerprint_difference(generation.shares)
@@ -135,7 +138,18 @@ def _placing(incident: Incident, situation: Situation, now: float) -> Outcome:
         now,
         f"Launching generation {generation.number} on {join_names(incident.plan.nodes)} "
         f"from {parent_words(incident.plan)}.",
-        instructions=(RunPlan(job=incident.job, generation=generation.number, master_port=port),),
+        instructions=(
+            RunPlan(
+                job=incident.job,
+                generation=generation.number,
+                master_port=port,
+                fences=proofs_of(
+                    older
+                    for older in situation.generations
+                    if incident.broken_generation <= older.number < generation.number
+                ),
+            ),
+        ),
     )
 
 
@@ -147,6 +161,9 @@ def _launching(incident: Incident, situation: Situation, now: float) -> Outcome:
         # Before anything else: what this generation saved must not become the next one's parent.
         return continuity_broken(incident, situation, generation, situation.verdict, now)
     failed = failure_of(generation)
+    missing = missing_nodes(generation, situation, now)
+    if missing:
+        return node_went_missing(incident, situation, missing, now)
     if failed:
         return relaunch(incident, situation, generation, now, why=failed)
     if not generation.stepping:
@@ -170,6 +187,9 @@ def _verifying(incident: Incident, situation: Situation, now: float) -> Outcome:
     if verdict is not None and verdict.kind is VerdictKind.BROKEN:
         return continuity_broken(incident, situation, generation, verdict, now)
     failed = failure_of(generation)
+    missing = missing_nodes(generation, situation, now)
+    if missing:
+        return node_went_missing(incident, situation, missing, now)
     if failed:
         return relaunch(incident, situation, generation, now, why=failed)
     if verdict is None or not (verdict.caught_up or generation.ended_well):
@@ -185,13 +205,43 @@ def _waiting(incident: Incident, situation: Situation, now: float) -> Outcome:
     return move(incident, S.PLACING, situation, now, "What was missing is there now.")
 
 
-def _escalated(incident: Incident, situation: Situation, now: float) -> Outcome:
-    """A human was asked for want of a proof; if it comes after all, for example after a reboot, recovery goes on."""
+def _waiting_for_fence(incident: Incident, situation: Situation, now: float) -> Outcome:
+    """A proof may still come: by the node's return, its reboot, a provider, an attestation, or a lease that ends."""
     keep = incident.plan.generation if incident.plan else None
-    if not incident.awaits_proof or any(not g.fenced for g in situation.generations if g.number != keep):
+    if not incident.stop_ordered:
+        return _perhaps_healthy(incident, situation, now)
+    proofs = lease_proofs(situation, now, except_generation=keep)
+    if proofs:
+        return Outcome(incident=incident, instructions=proofs)
+    if any(not generation.fenced for generation in situation.generations if generation.number != keep):
         return Outcome(incident=incident)
-    waiting_no_more = replace(incident, awaits_proof=False, escalation="")
-    return move(waiting_no_more, S.STOPPING, situation, now, "The missing proofs have come: recovery goes on.")
+    fenced = replace(incident, escalation="")
+    return move(fenced, S.STOPPING, situation, now, "The missing proofs have come: recovery goes on.")
+
+
+def _perhaps_healthy(incident: Incident, situation: Situation, now: float) -> Outcome:
+    """Nothing of the generation can be seen, and it may train: it is not stopped before something is known."""
+    broken = situation.generation(incident.broken_generation)
+    if broken is None:
+        return Outcome(incident=incident)
+    stops = stop_all(situation, except_generation=None)
+    cause = first_hand_cause(broken, situation, now)
+    known = replace(incident, escalation="")
+    if cause is not None:
+        fault = Entry(kind=EntryKind.FAULT, at=now, text=cause.sentence, data={"node": cause.node})
+        text = f"Now it is known what happened. Stopping what is left of generation {broken.number}."
+        moved = move(replace(known, cause=cause), S.STOPPING, situation, now, text, instructions=stops)
+        return replace(moved, entries=(fault, *moved.entries))
+    if broken.fenced:
+        text = f"Generation {broken.number} is proven gone: recovery goes on."
+        return move(known, S.STOPPING, situation, now, text, instructions=stops)
+    unseen = unseen_nodes(broken.plan, situation.fleet)
+    went_on = broken.ended_well or any((rank.progress_at or 0.0) > incident.fault_at for rank in broken.ranks)
+    if unseen or not went_on:
+        return Outcome(incident=incident)
+    running = MarkJob(job=incident.job, state=JobState.RUNNING)
+    text = f"{join_names(broken.plan.nodes)} can be seen again, and the job has trained on: nothing was stopped."
+    return move(known, S.FALSE_ALARM, situation, now, text, instructions=(running,))
 
 
 _Handler = Callable[[Incident, Situation, float], Outcome]
@@ -203,5 +253,5 @@ _HANDLERS: dict[IncidentState, _Handler] = {
     S.VERIFYING: _verifying,
     S.WAITING_FOR_CAPACITY: _waiting,
     S.WAITING_FOR_CHECKPOINT: _waiting,
-    S.ESCALATED: _escalated,
+    S.WAITING_FOR_FENCE: _waiting_for_fence,
 }

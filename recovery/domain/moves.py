@@ -42,7 +42,13 @@ def move(
     """Go to another state, with a new deadline and the sentence that tells it. Raises `ForbiddenTransition`."""
     if state not in TRANSITIONS[incident.state]:
         raise ForbiddenTransition(f"{incident.id}: {incident.state.value} -> {state.value} is not in TRANSITIONS")
-    moved = replace(incident, state=state, state_since=now, deadline_at=situation.policy.deadline(state, now=now))
+    moved = replace(
+        incident,
+        state=state,
+        state_since=now,
+        deadline_at=situation.policy.deadline(state, now=now),
+        stop_ordered=incident.stop_ordered or state is S.STOPPING,
+    )
     entry = Entry(kind=EntryKind.STATE, at=now, text=text, data={"from": incident.state.value, "to": state.value})
     return Outcome(incident=moved, instructions=instructions, entries=(entry,))
 
@@ -58,6 +64,21 @@ def escalate(incident: Incident, situation: Situation, now: float, why: str) -> 
         instructions=(PageOperator(reason=why),),
     )
     page = Entry(kind=EntryKind.PAGE, at=now, text=f"Paged the operators: {why}")
+    return replace(moved, entries=(*moved.entries, page))
+
+
+def wait_for_fence(incident: Incident, situation: Situation, now: float, why: str) -> Outcome:
+    """Page a human and wait for a proof: of a node that cannot be seen, or whose processes do not die."""
+    reason = f"{why} A proof is needed: the node's return, its reboot, a fence provider or an operator's attestation."
+    moved = move(
+        replace(incident, escalation=why),
+        S.WAITING_FOR_FENCE,
+        situation,
+        now,
+        f"Waiting for a fence: {why} Nothing is relaunched until it is proven that the old ranks cannot act.",
+        instructions=(PageOperator(reason=reason),),
+    )
+    page = Entry(kind=EntryKind.PAGE, at=now, text=f"Paged the operators: {reason}")
     return replace(moved, entries=(*moved.entries, page))
 
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from recovery.domain.fleet import FleetSnapshot, NodeHealth, NodeView
 from recovery.domain.plan import RecoveryPlan
+from recovery.domain.silence import Contact
 from recovery.domain.timeline import join_names
 
-RULE_VERSION = "placement-1"
+RULE_VERSION = "placement-2"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +46,16 @@ def choose_nodes(
     """
     slots: list[str | None] = [None] * node_count
     lost: list[str] = []
-    for index, name in enumerate(keep[:node_count]):
+    moved: list[str] = []
+    """Survivors whose slot is gone because the job shrinks: they take a lost one before any spare does."""
+    for index, name in enumerate(keep):
         why = _why_not(fleet.node(name), name, job=job, ranks=ranks_per_node, excluded=excluded)
         if why:
             lost.append(f"{name} ({why})")
-        else:
+        elif index < node_count:
             slots[index] = name
+        else:
+            moved.append(name)
     racks = {node.rack for node in fleet.nodes if node.name in keep and node.rack}
     spares = sorted(
         (
@@ -65,7 +70,9 @@ def choose_nodes(
     )
     taken: list[str] = []
     for index, slot in enumerate(slots):
-        if slot is None and spares:
+        if slot is None and moved:
+            slots[index] = moved.pop(0)
+        elif slot is None and spares:
             slots[index] = spares[0].name
             taken.append(spares.pop(0).name)
     missing = slots.count(None)
@@ -78,19 +85,54 @@ def choose_nodes(
     return Placed(nodes=nodes, reason=_reason(keep=keep, nodes=nodes, lost=lost, taken=taken))
 
 
+def possible_sizes(*, most: int, least: int | None, multiple_of: int) -> tuple[int, ...]:
+    """Numbers of nodes that a job can go on with, the largest first. Without `least` there is one."""
+    if least is None:
+        return (most,)
+    return tuple(count for count in range(most, least - 1, -1) if count % multiple_of == 0)
+
+
+def choose_as_many(
+    *,
+    fleet: FleetSnapshot,
+    job: str,
+    sizes: Sequence[int],
+    ranks_per_node: int,
+    keep: Sequence[str] = (),
+    excluded: Sequence[str] = (),
+) -> Placed | NoCapacity:
+    """The largest of `sizes` for which nodes are found; what is missing is told for the smallest."""
+    placed: Placed | NoCapacity = NoCapacity(reason="the job allows no number of nodes", missing=0)
+    for count in sizes:
+        placed = choose_nodes(
+            fleet=fleet, job=job, node_count=count, ranks_per_node=ranks_per_node, keep=keep, excluded=excluded
+        )
+        if isinstance(placed, Placed):
+            if count == max(sizes):
+                return placed
+            return Placed(nodes=placed.nodes, reason=f"{placed.reason} Shrunk to {count} of {max(sizes)} nodes.")
+    return placed
+
+
 def lost_nodes(plan: RecoveryPlan, fleet: FleetSnapshot) -> list[str]:
-    """Nodes of a plan on which it could not be placed any more."""
+    """Nodes of a plan on which it could not be placed any more. A short break of contact loses no node."""
     lost = []
     for name in plan.nodes:
         node = fleet.node(name)
-        if node is None or not node.can_take(job=plan.job, ranks=plan.ranks_per_node):
+        if node is None or _cannot_hold(node, plan):
             lost.append(name)
     return lost
 
 
+def _cannot_hold(node: NodeView, plan: RecoveryPlan) -> bool:
+    if node.health is NodeHealth.UNKNOWN or node.contact is not Contact.SEEN:
+        return node.contact is Contact.LOST
+    return not node.can_take(job=plan.job, ranks=plan.ranks_per_node)
+
+
 def unseen_nodes(plan: RecoveryPlan, fleet: FleetSnapshot) -> list[str]:
     """Nodes of a plan of which nothing is known right now: what their ranks do is not known either."""
-    seen = {node.name for node in fleet.nodes if node.health is not NodeHealth.UNKNOWN}
+    seen = {node.name for node in fleet.nodes if node.health is not NodeHealth.UNKNOWN and node.contact is Contact.SEEN}
     return [name for name in plan.nodes if name not in seen]
 
 
@@ -107,6 +149,8 @@ def _reason(*, keep: Sequence[str], nodes: tuple[str, ...], lost: list[str], tak
         return f"{join_names(nodes)}: healthy, in contact and free."
     if not lost:
         return f"{join_names(nodes)}: the same nodes, all healthy and in contact."
+    if not taken:
+        return f"{join_names(nodes)}: the survivors, without {join_names(lost)}."
     return f"{join_names(taken)} for {join_names(lost)}; the other nodes keep their ranks."
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from agents.protocol.messages import ProofKind
+
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class CheckpointRef:
@@ -14,6 +16,30 @@ class CheckpointRef:
 
     def __str__(self) -> str:
         return f"step {self.step} of generation {self.generation}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FenceProof:
+    """Why no process of a generation can act on a node any more."""
+
+    node: str
+    kind: ProofKind
+    at: float
+    """Server's clock."""
+    evidence: str
+    generation: int | None = None
+    """The generation that it fences."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaseLimits:
+    """How long a runner lets its ranks go on without contact and without progress, by phase, in seconds."""
+
+    setup_s: float = 600.0
+    compile_s: float = 1800.0
+    step_s: float = 15.0
+    save_s: float = 30.0
+    evaluation_s: float = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +59,10 @@ class RecoveryPlan:
     parent: CheckpointRef | None
     parent_reason: str
     placement_reason: str
+    lease: LeaseLimits | None = None
+    """Terms with which its runners begin; None: they keep no lease."""
+    fences: tuple[FenceProof, ...] = ()
+    """What the order to run stood on: a proof for each node of each older generation. Filled in with that order."""
 
     @property
     def world_size(self) -> int:

@@ -10,7 +10,7 @@ from recovery.domain.instructions import (
 )
 from recovery.domain.lineage import NoCheckpoint, ParentChoice, choose_parent, reached_step
 from recovery.domain.moves import Outcome, move, stop_all
-from recovery.domain.placement import NoCapacity, Placed, choose_nodes
+from recovery.domain.placement import NoCapacity, Placed, choose_as_many, possible_sizes
 from recovery.domain.plan import RecoveryPlan
 from recovery.domain.situation import Situation
 from recovery.domain.timeline import Entry, EntryKind
@@ -38,6 +38,7 @@ def make_plan(incident: Incident, situation: Situation) -> RecoveryPlan | NoCapa
         parent=parent.parent,
         parent_reason=parent.reason,
         placement_reason=placed.reason,
+        lease=situation.job.lease,
     )
 
 
@@ -55,13 +56,15 @@ def _place(incident: Incident, situation: Situation) -> Placed | NoCapacity:
     broken = situation.generation(incident.broken_generation)
     keep = broken.plan.nodes if broken else ()
     avoided = (*incident.excluded_nodes, *incident.avoided_nodes)
+    job = situation.job
+    sizes = possible_sizes(most=job.node_count, least=job.min_nodes, multiple_of=job.multiple_of)
     placed: Placed | NoCapacity = NoCapacity(reason="", missing=0)
     # The last resort is to try a node again that failed: attempts are few, and a page says more than an hour's wait.
     for excluded in dict.fromkeys((avoided, incident.excluded_nodes, ())):
-        placed = choose_nodes(
+        placed = choose_as_many(
             fleet=situation.fleet,
             job=incident.job,
-            node_count=situation.job.node_count,
+            sizes=sizes,
             ranks_per_node=situation.job.ranks_per_node,
             keep=keep,
             excluded=excluded,

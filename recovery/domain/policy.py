@@ -17,6 +17,7 @@ def _default_deadlines() -> dict[IncidentState, float]:
         IncidentState.AWAITING_APPROVAL: 3600.0,
         IncidentState.WAITING_FOR_CAPACITY: 3600.0,
         IncidentState.WAITING_FOR_CHECKPOINT: 900.0,
+        IncidentState.WAITING_FOR_FENCE: 3600.0,
         IncidentState.PAUSED: 86400.0,
     }
 
@@ -34,6 +35,8 @@ class Policy:
     placing_s: float = 90.0
     launching_s: float = 180.0
     """Limits of a job's first launch."""
+    unseen_s: float = 30.0
+    """Silence of all of a job's nodes after which a human is asked; nothing is stopped for it."""
 
     def deadline(self, state: IncidentState, *, now: float) -> float | None:
         limit = self.deadlines_s.get(state)

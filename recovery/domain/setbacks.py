@@ -4,22 +4,28 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from recovery.domain.absences import MissingNode
 from recovery.domain.continuity import Verdict
 from recovery.domain.endings import make_receipt, recovered
 from recovery.domain.failures import culprits
+from recovery.domain.fences import next_lease_end
 from recovery.domain.generations import GenerationView
 from recovery.domain.incident import Incident, IncidentState
 from recovery.domain.instructions import (
     IssueReceipt,
     MarkContinuityBroken,
+    PageOperator,
 )
 from recovery.domain.lineage import NoCheckpoint, choose_parent, reached_step
-from recovery.domain.moves import Outcome, escalate, live_generation, move, stop_all
+from recovery.domain.moves import Outcome, escalate, live_generation, move, stop_all, wait_for_fence
 from recovery.domain.placement import unseen_nodes
 from recovery.domain.situation import Situation
 from recovery.domain.timeline import Entry, EntryKind, join_names
 
 S = IncidentState
+
+LEASE_SLACK_S = 10.0
+"""After a lease's end, until its proof must be there: a few looks of the sweep."""
 
 
 def preparation_failed(incident: Incident, situation: Situation, generation: GenerationView, now: float) -> Outcome:
@@ -38,6 +44,15 @@ def relaunch(incident: Incident, situation: Situation, generation: GenerationVie
     nodes = () if busy else culprits(generation)
     avoided = replace(incident, avoided_nodes=(*incident.avoided_nodes, *nodes))
     return replan(avoided, situation, now, why=why, costs_rung=not busy)
+
+
+def node_went_missing(
+    incident: Incident, situation: Situation, missing: tuple[MissingNode, ...], now: float
+) -> Outcome:
+    """A node of the new generation is gone too: that is no fault of the job, so that it costs no attempt."""
+    avoided = (*incident.avoided_nodes, *(node.name for node in missing))
+    why = "; ".join(node.sentence for node in missing)
+    return replan(replace(incident, avoided_nodes=avoided), situation, now, why=why, costs_rung=False)
 
 
 def replan(incident: Incident, situation: Situation, now: float, *, why: str, costs_rung: bool) -> Outcome:
@@ -105,13 +120,33 @@ def past_deadline(incident: Incident, situation: Situation, now: float) -> Outco
         case S.VERIFYING if generation is not None and situation.verdict and situation.verdict.proven:
             return recovered(incident, situation, generation, situation.verdict, now)
         case S.STOPPING:
-            nodes = list(dict.fromkeys(n for g in situation.generations if not g.fenced for n in g.unfenced_nodes))
-            why = f"No proof that the old ranks are gone from {join_names(nodes)}."
-            return escalate(replace(incident, awaits_proof=True), situation, now, why)
+            return _stop_overdue(incident, situation, now)
+        case S.WAITING_FOR_FENCE:
+            return _still_no_fence(incident, situation, now)
         case S.ESCALATED:
             return Outcome(incident=incident)
     waited = now - incident.state_since
     return escalate(incident, situation, now, f"Nothing moved for {waited:.0f} s while {incident.state.value}.")
+
+
+def _stop_overdue(incident: Incident, situation: Situation, now: float) -> Outcome:
+    """No proof in time. A lease that still runs is waited for; else a human has to know that nothing moves."""
+    keep = incident.plan.generation if incident.plan else None
+    lease_end = next_lease_end(situation, except_generation=keep)
+    if lease_end is not None and lease_end > now:
+        return Outcome(incident=replace(incident, deadline_at=lease_end + LEASE_SLACK_S))
+    nodes = [n for g in situation.generations if not g.fenced and g.number != keep for n in g.unfenced_nodes]
+    why = f"No proof that the old ranks are gone from {join_names(list(dict.fromkeys(nodes)))}."
+    return wait_for_fence(incident, situation, now, why)
+
+
+def _still_no_fence(incident: Incident, situation: Situation, now: float) -> Outcome:
+    """Page again: a job that waits for a proof must not be forgotten."""
+    waited = now - incident.state_since
+    reason = f"Waiting for a fence for {waited / 3600:.1f} h: {incident.escalation}"
+    again = replace(incident, deadline_at=situation.policy.deadline(S.WAITING_FOR_FENCE, now=now))
+    page = Entry(kind=EntryKind.PAGE, at=now, text=f"Paged the operators again: {reason}")
+    return Outcome(incident=again, instructions=(PageOperator(reason=reason),), entries=(page,))
 
 
 def _launch_overdue(incident: Incident, situation: Situation, generation: GenerationView, now: float) -> Outcome:

@@ -9,8 +9,9 @@ from recovery.domain.continuity import Verdict
 from recovery.domain.fleet import FleetSnapshot
 from recovery.domain.generations import GenerationView
 from recovery.domain.instructions import JobState
-from recovery.domain.plan import CheckpointRef
+from recovery.domain.plan import CheckpointRef, LeaseLimits
 from recovery.domain.policy import Policy
+from recovery.domain.witnesses import ProbeView
 
 
 class Command(StrEnum):
@@ -30,7 +31,16 @@ class JobView:
     name: str
     state: JobState
     node_count: int
+    """Nodes that it wants: the most it can use."""
     ranks_per_node: int
+    min_nodes: int | None = None
+    """It may go on with this many; None: only with `node_count`."""
+    multiple_of: int = 1
+    """Its number of nodes is always a multiple of this."""
+    synchronous: bool = True
+    """No rank finishes a step without all others."""
+    lease: LeaseLimits = field(default_factory=LeaseLimits)
+    """Terms that its next generation begins with."""
     stop_wanted: bool = False
     launch_attempts: int = 0
     state_since: float = 0.0
@@ -61,6 +71,8 @@ class Situation:
     """Computed by the shell with `continuity.judge` while a new generation trains."""
     caught_up_at: float | None = None
     command: Command | None = None
+    probes: tuple[ProbeView, ...] = ()
+    """The newest answered look at each silent node by another node's agent."""
 
     def generation(self, number: int) -> GenerationView | None:
         return next((generation for generation in self.generations if generation.number == number), None)

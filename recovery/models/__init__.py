@@ -2,9 +2,9 @@
 
 from recovery.models.access import ApiToken, IdempotencyRecord, JoinToken
 from recovery.models.drills import Drill
-from recovery.models.fleet import Node
+from recovery.models.fleet import FenceAction, Node, Observer, Probe
 from recovery.models.incidents import IncidentRow, TimelineEntry
-from recovery.models.jobs import CheckpointRow, GenerationRow, Job, RankRow, ShareRow
+from recovery.models.jobs import CheckpointRow, GenerationRow, Job, RankRow, ShareRow, Stray
 from recovery.models.metrics import StepRow
 from recovery.models.work import Claim
 
@@ -13,14 +13,18 @@ __all__ = [
     "CheckpointRow",
     "Claim",
     "Drill",
+    "FenceAction",
     "GenerationRow",
     "IdempotencyRecord",
     "IncidentRow",
     "Job",
     "JoinToken",
     "Node",
+    "Observer",
+    "Probe",
     "RankRow",
     "ShareRow",
     "StepRow",
+    "Stray",
     "TimelineEntry",
 ]

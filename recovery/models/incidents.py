@@ -13,7 +13,10 @@ class IncidentRow(models.Model):
     """One incident. `body` holds the domain value; the columns beside it are what queries and constraints need."""
 
     id = models.CharField(primary_key=True, max_length=40)
-    job = models.ForeignKey(Job, on_delete=models.CASCADE, related_name="incidents")
+    kind = models.CharField(max_length=20, default="job")
+    """`job`, or `control_plane`: too many nodes fell silent at once, so that none of it is believed."""
+    job = models.ForeignKey(Job, null=True, on_delete=models.CASCADE, related_name="incidents")
+    """None for a control-plane incident."""
     state = models.CharField(max_length=30)
     ended = models.BooleanField(default=False)
     opened_at = models.FloatField()
@@ -32,6 +35,9 @@ class IncidentRow(models.Model):
         ordering = ("-opened_at",)
         constraints = (
             models.UniqueConstraint(fields=("job",), condition=Q(ended=False), name="one_open_incident_per_job"),
+            models.UniqueConstraint(
+                fields=("kind",), condition=Q(ended=False, kind="control_plane"), name="one_open_control_plane_incident"
+            ),
         )
 
     def __str__(self) -> str:

@@ -20,6 +20,9 @@ class Job(models.Model):
 
     generation = models.IntegerField(default=0)
     """Highest generation number ever given out; it only rises."""
+    behind_since = models.FloatField(null=True)
+    """An agent knows a newer generation than this database, which was restored from a backup: nothing is concluded
+    until what runs is known."""
     total_steps = models.IntegerField(null=True)
     last_step = models.IntegerField(null=True)
     submitted_at = models.FloatField()
@@ -51,6 +54,10 @@ class GenerationRow(models.Model):
     fenced_at = models.FloatField(null=True)
     """When the last of its nodes was proven empty."""
     broken_continuity = models.BooleanField(default=False)
+    lease = models.JSONField(null=True)
+    """Terms of the lease that hold now; they only rise. Null: its runners keep none."""
+    adopted = models.BooleanField(default=False)
+    """Not ordered by this database but found running: its backup is older than the generation."""
 
     class Meta:
         ordering = ("job", "number")
@@ -71,6 +78,11 @@ class ShareRow(models.Model):
     fingerprint_parts = models.JSONField(default=dict)
     proof = models.JSONField(null=True)
     reported_at = models.FloatField(null=True)
+    boot_id = models.CharField(max_length=200, blank=True)
+    """Boot of the node in which it was last reported."""
+    keeps_lease = models.BooleanField(default=False)
+    confirmed_at = models.FloatField(null=True)
+    """When the node's own agent proved the stop; until then it goes on being told, whatever else is known."""
 
     class Meta:
         ordering = ("generation", "node_rank")
@@ -93,6 +105,12 @@ class RankRow(models.Model):
     first_step_at = models.FloatField(null=True)
     last_step = models.IntegerField(null=True)
     finished_step = models.IntegerField(null=True)
+    phase = models.CharField(max_length=20, blank=True)
+    phase_at = models.FloatField(null=True)
+    progress_at = models.FloatField(null=True)
+    """When it last finished a step or began another phase."""
+    pace_s = models.FloatField(null=True)
+    """Longest of its recent steps."""
     exited_at = models.FloatField(null=True)
     exit_code = models.IntegerField(null=True)
     signal = models.IntegerField(null=True)
@@ -116,9 +134,29 @@ class CheckpointRow(models.Model):
     parent_step = models.IntegerField(null=True)
     saved_at = models.FloatField()
     save_time_s = models.FloatField(null=True)
+    after_fence = models.BooleanField(default=False)
+    """Written by a generation that was fenced already: never resumed from."""
 
     class Meta:
         ordering = ("job", "generation_number", "step")
         constraints = (
             models.UniqueConstraint(fields=("job", "generation_number", "step"), name="one_row_per_checkpoint"),
         )
+
+
+class Stray(models.Model):
+    """One node's share of a generation that this database does not know: its backup is older than the generation."""
+
+    node = models.ForeignKey(Node, on_delete=models.CASCADE, related_name="strays")
+    job = models.ForeignKey(Job, on_delete=models.CASCADE, related_name="strays")
+    number = models.IntegerField()
+    plan_id = models.CharField(max_length=200)
+    phase = models.CharField(max_length=20)
+    launch = models.JSONField(null=True)
+    boot_id = models.CharField(max_length=200, blank=True)
+    keeps_lease = models.BooleanField(default=False)
+    first_reported_at = models.FloatField()
+    reported_at = models.FloatField()
+
+    class Meta:
+        constraints = (models.UniqueConstraint(fields=("node", "job", "number"), name="one_stray_per_node"),)

@@ -18,7 +18,8 @@ class DrillView:
     job: str
     job_name: str
     node: str
-    rank: int
+    rank: int | None
+    """None where a drill is not about one rank."""
     generation: int
     steps_after_save: int
     state: str
@@ -74,7 +75,7 @@ def _views(rows: Sequence[Drill]) -> tuple[DrillView, ...]:
             kind=row.kind,
             job=row.job_id,
             job_name=row.job.name,
-            node=row.node.name,
+            node=row.node.name if row.node else "",
             rank=row.rank,
             generation=row.generation_number,
             steps_after_save=row.steps_after_save,

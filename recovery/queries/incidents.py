@@ -217,7 +217,7 @@ def _summary(
     return {
         "id": row.id,
         "job": row.job_id,
-        "job_name": row.job.name,
+        "job_name": row.job.name if row.job else "",
         "state": row.state,
         "ended": row.ended,
         "needs_human": row.state in NEEDS_HUMAN,

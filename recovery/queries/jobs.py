@@ -112,12 +112,17 @@ def get_job(job_id: str) -> JobDetail:
         argv=tuple(spec.get("argv", ())),
         working_directory=str(spec.get("working_directory", "")),
         checkpoint_directory=str(spec.get("checkpoint_directory", "")),
-        nodes_wanted=int(spec.get("nodes", 0)),
+        nodes_wanted=_most_nodes(spec),
         spec=spec,
         last_checkpoint=None if checkpoint is None else _checkpoint(checkpoint),
         generations=_generations(row),
         incidents_count=IncidentRow.objects.filter(job=row).count(),
     )
+
+
+def _most_nodes(spec: dict[str, Any]) -> int:
+    nodes = spec.get("nodes", 0)
+    return int(nodes["max"]) if isinstance(nodes, dict) else int(nodes)
 
 
 def job_checkpoints(

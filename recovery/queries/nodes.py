@@ -7,14 +7,18 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from recovery.domain.silence import Contact, ObserverView, judge_silence
 from recovery.errors import NotFound
 from recovery.models import IncidentRow, Job, Node
 from recovery.queries.incidents import IncidentSummary, summarize_incidents
 from recovery.queries.moment import moment
-from recovery.store.situations import LOST_AFTER_S
+from recovery.store.situations import load_observers, silence_limits
 
-CONTACT_LIMIT_S = LOST_AFTER_S
-"""A node that was not heard for this long is shown as unknown, as decisions take it."""
+
+def contact_limit_s() -> float:
+    """A node that was not heard for this long is shown as unknown, as decisions take it."""
+    return silence_limits().lost_s
+
 
 STALE_GPU_S = 10.0
 """GPU values older than this are shown as old; samples come each second."""
@@ -60,6 +64,9 @@ class NodeSummary:
     reason: str
     """A sentence for what keeps the node from being ready; empty if nothing does."""
     connected: bool
+    contact: Contact
+    silent_s: float
+    """Seconds of silence that count."""
     last_heard_at: float | None
     heartbeat_age_s: float | None
     address: str
@@ -99,10 +106,11 @@ class NodeDetail(NodeSummary):
 
 
 def list_nodes(*, limit: int | None = None, after_name: str = "", now: float | None = None) -> tuple[NodeSummary, ...]:
-    """Nodes by name, those after `after_name`; two queries at most."""
+    """Nodes by name, those after `after_name`; three queries at most."""
     now = moment(now)
     nodes = list(Node.objects.select_related("claimed_by").filter(name__gt=after_name).order_by("name")[:limit])
-    return tuple(NodeSummary(**_summary(node, now)) for node in nodes)
+    observers = load_observers()
+    return tuple(NodeSummary(**_summary(node, observers, now)) for node in nodes)
 
 
 def get_node(name: str, *, now: float | None = None) -> NodeDetail:
@@ -112,7 +120,7 @@ def get_node(name: str, *, now: float | None = None) -> NodeDetail:
     if node is None:
         raise NotFound(f"There is no node {name}: it never joined under this name.")
     return NodeDetail(
-        **_summary(node, now),
+        **_summary(node, load_observers(), now),
         hostname=str(node.facts.get("hostname", "")),
         cpu_count=int(node.facts.get("cpu_count", 0)),
         memory_bytes=int(node.facts.get("memory_bytes", 0)),
@@ -131,16 +139,21 @@ def _incidents_of(node: Node) -> Sequence[IncidentRow]:
     return list(IncidentRow.objects.select_related("job").filter(job__in=jobs).order_by("-opened_at")[:10])
 
 
-def state_of(node: Node, now: float) -> tuple[NodeState, float | None, str]:
+def state_of(node: Node, contact: Contact, now: float) -> tuple[NodeState, float | None, str]:
     """The node's state, since when (Unix seconds), and a sentence for why it is not ready."""
     if node.last_heard_at is None:
         return NodeState.NEVER_JOINED, node.joined_at, "Its agent has never connected."
     if node.revoked:
         return NodeState.UNKNOWN, node.last_heard_at, "Its credential is revoked."
+    if contact is Contact.UNOBSERVED:
+        return NodeState.UNKNOWN, node.last_heard_at, "No web process has listened for long enough to know."
+    if contact is Contact.LOST:
+        return NodeState.UNKNOWN, node.last_heard_at, "Its agent is silent."
     if not node.session:
         return NodeState.UNKNOWN, node.last_heard_at, "No connection from its agent."
-    if now - node.last_heard_at > LOST_AFTER_S:
-        return NodeState.UNKNOWN, node.last_heard_at, "Its agent's connection is silent."
+    if node.quarantined_boot_id:
+        reason = f"Quarantined until it reboots: {node.quarantine_reason}."
+        return NodeState.UNHEALTHY, node.connected_since, reason
     if node.unhealthy_reason:
         return NodeState.UNHEALTHY, node.connected_since, node.unhealthy_reason
     if node.cordoned:
@@ -150,8 +163,11 @@ def state_of(node: Node, now: float) -> tuple[NodeState, float | None, str]:
     return NodeState.READY, node.connected_since, ""
 
 
-def _summary(node: Node, now: float) -> dict[str, Any]:
-    state, since, reason = state_of(node, now)
+def _summary(node: Node, observers: Sequence[ObserverView], now: float) -> dict[str, Any]:
+    silence = judge_silence(
+        last_heard_at=node.last_heard_at, observer=node.observer, observers=observers, now=now, limits=silence_limits()
+    )
+    state, since, reason = state_of(node, silence.contact, now)
     facts: Mapping[str, Any] = node.facts
     gpus = tuple(_gpu(sample, now) for sample in node.gpus)
     return {
@@ -160,6 +176,8 @@ def _summary(node: Node, now: float) -> dict[str, Any]:
         "since": since,
         "reason": reason,
         "connected": bool(node.session) and state not in (NodeState.UNKNOWN, NodeState.NEVER_JOINED),
+        "contact": silence.contact,
+        "silent_s": silence.silent_s,
         "last_heard_at": node.last_heard_at,
         "heartbeat_age_s": None if node.last_heard_at is None else max(0.0, now - node.last_heard_at),
         "address": node.address,

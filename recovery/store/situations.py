@@ -4,22 +4,55 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
-from agents.protocol.messages import AssignmentPhase, SeenPhase
+from django.conf import settings
+from django.db.models import Max
+
+from agents.protocol.messages import AssignmentPhase, Phase, SeenPhase
 from recovery.domain.continuity import ResumeRecord, StepRecord, Verdict, judge
 from recovery.domain.fleet import FleetSnapshot, NodeHealth, NodeView
-from recovery.domain.generations import FenceProof, GenerationView, RankView, ShareView
+from recovery.domain.generations import FenceProof, GenerationView, LeaseLimits, RankView, ShareView
 from recovery.domain.incident import Incident
 from recovery.domain.instructions import JobState
 from recovery.domain.lineage import reference_generations
 from recovery.domain.plan import CheckpointRef, RecoveryPlan
+from recovery.domain.silence import (
+    OBSERVER_GONE_AFTER_S,
+    Contact,
+    ObserverView,
+    Silence,
+    SilenceLimits,
+    judge_silence,
+)
 from recovery.domain.situation import Command, FreshIds, JobView, Situation
+from recovery.domain.witnesses import ProbeView
 from recovery.ids import fresh_id
-from recovery.models import CheckpointRow, GenerationRow, Job, Node, RankRow, ShareRow, StepRow
+from recovery.models import (
+    CheckpointRow,
+    GenerationRow,
+    IncidentRow,
+    Job,
+    Node,
+    Observer,
+    Probe,
+    RankRow,
+    ShareRow,
+    StepRow,
+)
 from recovery.store.serialize import from_json
 
-LOST_AFTER_S = 10.0
-"""A node that was not heard for this long is unknown: nothing is placed on it, and nothing is concluded from it."""
+CONTROL_PLANE = "control_plane"
+"""Kind of the incidents that stand for the breaker."""
+
+GRANT_S = 3.0
+"""A web process grants leases only for this long after it last wrote down whom it had heard."""
+_GRANT_SLACK_S = 1.0
+
+PROBES_COUNT_FOR_S = 60.0
+"""An older answer of a probe says nothing about now."""
 
 COMPARE_AT_MOST_STEPS = 2000
 """Replayed steps that one verdict looks at; a longer replay is judged by its first part."""
@@ -36,8 +69,10 @@ def load_situation(
             id=job.id,
             name=job.name,
             state=JobState(job.state),
-            node_count=job.spec["nodes"],
+            **_node_counts(job.spec),
             ranks_per_node=job.spec["ranks_per_node"],
+            synchronous=job.spec.get("synchronous", True),
+            lease=lease_terms(job, generations),
             stop_wanted=job.stop_wanted,
             launch_attempts=job.launch_attempts,
             state_since=job.state_since,
@@ -46,10 +81,13 @@ def load_situation(
         generations=generations,
         checkpoints=tuple(
             CheckpointRef(generation=generation, step=step)
-            for generation, step in CheckpointRow.objects.filter(job=job).values_list("generation_number", "step")
+            for generation, step in CheckpointRow.objects.filter(job=job, after_fence=False).values_list(
+                "generation_number", "step"
+            )
         ),
         fresh=FreshIds(plan_id=fresh_id("plan"), run_id=fresh_id("run"), generation=job.generation + 1),
         command=Command(command) if command else None,
+        probes=load_probes(at),
     )
     if incident is None or incident.plan is None:
         return situation
@@ -60,28 +98,114 @@ def load_situation(
     return Situation(**{**vars(situation), "verdict": verdict, "caught_up_at": caught_up_at})
 
 
+def _node_counts(spec: dict[str, Any]) -> dict[str, Any]:
+    nodes = spec["nodes"]
+    if isinstance(nodes, int):
+        return {"node_count": nodes}
+    return {"node_count": nodes["max"], "min_nodes": nodes["min"], "multiple_of": nodes.get("multiple_of", 1)}
+
+
+def lease_terms(job: Job, generations: Sequence[GenerationView]) -> LeaseLimits:
+    """What the job's next generation begins with: its spec, and whatever its pace has asked for since."""
+    terms = from_json(job.spec.get("phase_limits_s") or {}, LeaseLimits)
+    for generation in generations:
+        if generation.lease is not None:
+            known = generation.lease
+            terms = replace(terms, step_s=max(terms.step_s, known.step_s), save_s=max(terms.save_s, known.save_s))
+    return terms
+
+
 def load_fleet(now: float) -> FleetSnapshot:
-    """Every node that may be looked at for placement."""
+    """Every node that may be looked at for placement, and whether absence may be believed."""
+    observers = load_observers()
+    unconfirmed = _unconfirmed()
+    breaker = IncidentRow.objects.filter(kind=CONTROL_PLANE, ended=False).exists()
+    rearmed = IncidentRow.objects.filter(kind=CONTROL_PLANE, ended=True).aggregate(at=Max("ended_at"))["at"]
     return FleetSnapshot(
         nodes=tuple(
-            NodeView(
-                name=node.name,
-                address=node.address,
-                health=_health(node, now),
-                slots=int(node.facts.get("slots", 1)),
-                claimed_by=node.claimed_by_id,
-                cordoned=node.cordoned,
-                rack=str(node.facts.get("rack", "")),
-            )
+            _node_view(node, observers, unconfirmed.get(node.pk, ""), now)
             for node in Node.objects.filter(revoked=False)
-        )
+        ),
+        breaker_open=breaker,
+        rearmed_at=rearmed or 0.0,
     )
 
 
-def _health(node: Node, now: float) -> NodeHealth:
-    if not node.session or node.last_heard_at is None or now - node.last_heard_at > LOST_AFTER_S:
+def silence_limits() -> SilenceLimits:
+    """As configured."""
+    return SilenceLimits(suspect_s=settings.EVERSTEP_SUSPECT_AFTER_S, lost_s=settings.EVERSTEP_LOST_AFTER_S)
+
+
+def load_observers() -> tuple[ObserverView, ...]:
+    """Every web process that has heard agents lately, or did before it went."""
+    return tuple(
+        ObserverView(name=row.name, since=row.since, beat_at=row.beat_at, lag_s=row.lag_s)
+        for row in Observer.objects.all()
+    )
+
+
+def _node_view(node: Node, observers: Sequence[ObserverView], unconfirmed: str, now: float) -> NodeView:
+    silence = judge_silence(
+        last_heard_at=node.last_heard_at, observer=node.observer, observers=observers, now=now, limits=silence_limits()
+    )
+    heard_at_most, observed_until = _contact_bounds(node, observers, now)
+    return NodeView(
+        name=node.name,
+        address=node.address,
+        health=_health(node, silence),
+        slots=int(node.facts.get("slots", 1)),
+        claimed_by=node.claimed_by_id,
+        cordoned=node.cordoned,
+        rack=str(node.facts.get("rack", "")),
+        contact=silence.contact,
+        last_heard_at=node.last_heard_at,
+        silent_s=silence.silent_s,
+        heard_at_most=heard_at_most,
+        observed_until=observed_until,
+        boot_id=node.boot_id,
+        quarantined=node.quarantine_reason if node.quarantined_boot_id else "",
+        unconfirmed=unconfirmed,
+    )
+
+
+def _contact_bounds(node: Node, observers: Sequence[ObserverView], now: float) -> tuple[float | None, float]:
+    """(the last moment that can have renewed a lease of this node, the moment up to which that is known)."""
+    own = next((seen for seen in observers if seen.name == node.observer), None)
+    if own is None or node.last_heard_at is None:
+        return None, now
+    if now - own.beat_at <= OBSERVER_GONE_AFTER_S:
+        return node.last_heard_at, own.beat_at
+    # It may have gone on answering for a while without writing it down, but not for longer than it may.
+    return max(node.last_heard_at, own.beat_at + GRANT_S + _GRANT_SLACK_S), now
+
+
+def _health(node: Node, silence: Silence) -> NodeHealth:
+    if not node.session or silence.contact in (Contact.LOST, Contact.UNOBSERVED):
         return NodeHealth.UNKNOWN
     return NodeHealth.UNHEALTHY if node.unhealthy_reason else NodeHealth.HEALTHY
+
+
+def _unconfirmed() -> dict[int, str]:
+    """Nodes whose agents have not yet said themselves that a generation is gone, though it is proven another way."""
+    rows = ShareRow.objects.filter(
+        proof__isnull=False, confirmed_at__isnull=True, generation__run_ordered_at__isnull=False
+    ).values_list("node_id", "generation__job_id", "generation__number")
+    return {node: f"generation {number} of {job}" for node, job, number in rows}
+
+
+def load_probes(now: float) -> tuple[ProbeView, ...]:
+    """The newest answered probe of each node, unless it is too old to say anything."""
+    newest: dict[str, ProbeView] = {}
+    rows = Probe.objects.filter(asked_at__gt=now - PROBES_COUNT_FOR_S, outcome__in=("reachable", "unreachable"))
+    for row in rows.select_related("node", "prober").order_by("asked_at"):
+        newest[row.node.name] = ProbeView(
+            node=row.node.name,
+            prober=row.prober.name,
+            asked_at=row.asked_at,
+            reachable=row.outcome == "reachable",
+            detail=row.detail,
+        )
+    return tuple(newest.values())
 
 
 def load_generations(job: Job) -> tuple[GenerationView, ...]:
@@ -98,6 +222,7 @@ def generation_view(row: GenerationRow) -> GenerationView:
         ranks=tuple(_rank_view(rank) for rank in row.ranks.all()),
         broken_continuity=row.broken_continuity,
         run_ordered=row.run_ordered_at is not None,
+        lease=from_json(row.lease, LeaseLimits) if row.lease else None,
     )
 
 
@@ -111,6 +236,9 @@ def _share_view(row: ShareRow) -> ShareView:
         fingerprint=row.fingerprint,
         fingerprint_parts=row.fingerprint_parts,
         proof=from_json(row.proof, FenceProof) if row.proof else None,
+        boot_id=row.boot_id,
+        keeps_lease=row.keeps_lease,
+        confirmed=row.confirmed_at is not None,
     )
 
 
@@ -129,6 +257,9 @@ def _rank_view(row: RankRow) -> RankView:
         live_digest=row.live_digest,
         first_step_at=row.first_step_at,
         last_step=row.last_step,
+        phase=Phase(row.phase) if row.phase else None,
+        progress_at=row.progress_at,
+        pace_s=row.pace_s,
         finished_step=row.finished_step,
     )
 

@@ -24,7 +24,8 @@ from agents.protocol.messages import (
     RankStarted,
     Welcome,
 )
-from agents.protocol.session import AgentSession, Outbox
+from agents.protocol.outbox import Outbox
+from agents.protocol.session import AgentSession
 from dashboard.consumers.agents import agent_socket
 from recovery import access, jobs
 from recovery.models import Node, RankRow

@@ -16,7 +16,8 @@ from agents.protocol.messages import (
     RankStarted,
     Welcome,
 )
-from agents.protocol.session import AgentSession, Outbox, ServerSession
+from agents.protocol.outbox import Outbox
+from agents.protocol.session import AgentSession, ServerSession
 
 
 def fact(number: int) -> RankStarted:

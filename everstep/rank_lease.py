@@ -1,0 +1,61 @@
+"""A rank's own part in its node's lease: it looks for itself before it reports or publishes anything.
+
+`Run` makes one where the runner gives it a lease. The runner kills its ranks when the lease has run out, but a node that
+was frozen may wake a rank before its runner, and that rank could finish the step in hand from data that it already has.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import NoReturn
+
+from everstep.elastic.lease import EXIT_CODE, NS, Expired, Held, Phase, Progress, judge, longest_limit_ns
+from everstep.elastic.lease_files import LeaseFiles, LeasePaths, boottime_ns
+from everstep.errors import LeaseUnusable
+from everstep.rank_log import RankLog
+
+
+class RankLease:
+    """The lease as one rank keeps it. Each call ends the process at once, with exit code 76, if it has run out."""
+
+    def __init__(self, paths: LeasePaths, *, local_rank: int, log: RankLog) -> None:
+        """The rank has begun its setup. Raises `LeaseUnusable`."""
+        self._files = LeaseFiles(paths)
+        self._local_rank = local_rank
+        self._log = log
+        if local_rank >= len(self._files.ranks()):
+            raise LeaseUnusable(f"{paths.progress} has no slot for local rank {local_rank}.")
+        self._held = self._files.kept() or Held(sign_ns=boottime_ns(), limit_ns=0)
+        self.advance(Phase.SETUP, steps=0)
+
+    def check(self) -> None:
+        """Before something is said or done that a rank of a generation that is over must not say or do."""
+        self._look()
+
+    def advance(self, phase: Phase, *, steps: int) -> None:
+        """Check, then renew: a step of this generation is finished, its `steps`-th, or a phase begins."""
+        now_ns, ranks = self._look()
+        # The moment of the look, not of the writing: a freeze in between then shows.
+        mine = Progress(at_ns=now_ns, phase=phase, steps=steps)
+        self._files.write_progress(self._local_rank, mine)
+        ranks[self._local_rank] = mine
+        self._held = Held(sign_ns=now_ns, limit_ns=longest_limit_ns(ranks, self._files.terms))
+
+    def _look(self) -> tuple[int, list[Progress]]:
+        ranks = self._files.ranks()
+        contact_ns = self._files.contact_ns()
+        # What the runner has seen meanwhile counts as if this rank had: in a step it cannot look.
+        held = max(self._held, self._files.kept() or self._held)
+        now_ns = boottime_ns()
+        verdict = judge(held, contact_ns=contact_ns, ranks=ranks, terms=self._files.terms, now_ns=now_ns)
+        if isinstance(verdict, Expired) and self._files.take_raised_terms():
+            verdict = judge(held, contact_ns=contact_ns, ranks=ranks, terms=self._files.terms, now_ns=now_ns)
+        if isinstance(verdict, Expired):
+            self._end(verdict)
+        return now_ns, ranks
+
+    def _end(self, expired: Expired) -> NoReturn:
+        """The last line of the output is what the runner reports."""
+        self._log.write("lease_expired", silent_s=expired.silent_ns / NS, limit_s=expired.limit_ns / NS)
+        os.write(2, f"{expired}. This rank ends itself, since another generation may be running.\n".encode())
+        os._exit(EXIT_CODE)

@@ -1,0 +1,78 @@
+"""What is proven of old generations, and the proofs that the server finds by itself, without the node's word."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from recovery.domain.generations import FenceProof, GenerationView, ProofKind, ShareView
+from recovery.domain.instructions import RecordProof
+from recovery.domain.lease import lease_ends_at, lease_proof
+from recovery.domain.situation import Situation
+from recovery.domain.timeline import Entry, EntryKind
+
+PROOF_WORDS = {
+    ProofKind.CGROUP_EMPTY: "its control group is empty",
+    ProofKind.PROC_SCAN_EMPTY: "no process carries its mark",
+    ProofKind.NEVER_STARTED: "it never started there",
+    ProofKind.UNKILLABLE: "what is left is stuck in the kernel and never returns to user mode",
+    ProofKind.BOOT_CHANGED: "the node has booted since",
+    ProofKind.LEASE_EXPIRED: "its lease has run out and its peers are stopped, so that none of its ranks can step",
+    ProofKind.PROVIDER: "the fence provider says that the node is off",
+    ProofKind.ATTESTATION: "an operator attests that the node is powered off",
+}
+
+
+def lease_proofs(situation: Situation, now: float, *, except_generation: int | None = None) -> tuple[RecordProof, ...]:
+    """Proofs that time alone has brought for generations that are wanted gone."""
+    return tuple(
+        RecordProof(job=situation.job.id, generation=generation.number, proof=proof)
+        for generation, share in _open_shares(situation, except_generation)
+        if (proof := _lease_proof(share, generation, situation, now)) is not None
+    )
+
+
+def next_lease_end(situation: Situation, *, except_generation: int | None = None) -> float | None:
+    """When the last of the leases ends that stand in the way; None if one of the nodes has no lease that counts."""
+    ends = [
+        lease_ends_at(share, generation, situation.fleet.node(share.node), synchronous=situation.job.synchronous)
+        for generation, share in _open_shares(situation, except_generation)
+    ]
+    known = [end for end in ends if end is not None]
+    return max(known) if known and len(known) == len(ends) else None
+
+
+def boot_proof(*, node: str, generation: int, ran_in: str, boot_id: str, at: float) -> FenceProof | None:
+    """The proof that a reboot brings; None if the node is still in the boot in which the generation ran."""
+    if not ran_in or not boot_id or ran_in == boot_id:
+        return None
+    evidence = f"it ran in boot {ran_in}; the node is in boot {boot_id} now"
+    return FenceProof(node=node, kind=ProofKind.BOOT_CHANGED, at=at, evidence=evidence, generation=generation)
+
+
+def proof_entry(generation: int, proof: FenceProof) -> Entry:
+    """The sentence that tells a proof."""
+    return Entry(
+        kind=EntryKind.PROOF,
+        at=proof.at,
+        text=f"Generation {generation} is gone from {proof.node}: {PROOF_WORDS[proof.kind]}.",
+        data={"node": proof.node, "proof": proof.kind.value, "evidence": proof.evidence},
+    )
+
+
+def proofs_of(generations: Iterable[GenerationView]) -> tuple[FenceProof, ...]:
+    """Every proof of generations that ran."""
+    return tuple(proof for generation in generations if generation.run_ordered for proof in generation.proofs)
+
+
+def _lease_proof(share: ShareView, generation: GenerationView, situation: Situation, now: float) -> FenceProof | None:
+    node = situation.fleet.node(share.node)
+    return lease_proof(share, generation, node, synchronous=situation.job.synchronous, now=now)
+
+
+def _open_shares(situation: Situation, except_generation: int | None) -> Iterable[tuple[GenerationView, ShareView]]:
+    for generation in situation.generations:
+        if generation.number == except_generation or generation.fenced:
+            continue
+        for share in generation.shares:
+            if share.proof is None:
+                yield generation, share
