@@ -8,7 +8,6 @@ import ctypes
 import fcntl
 import os
 import random
-import secrets
 import signal
 import time
 from collections.abc import Iterator
@@ -16,15 +15,16 @@ from importlib import metadata
 from pathlib import Path
 
 from agents.errors import AgentError, ServerUnreachable, StateUnusable
-from agents.faults.drill_record import DrillStore
-from agents.faults.kill_rank import KillRank
+from agents.faults.faults import Faults
+from agents.faults.tombstone import wait_while_down
 from agents.join import Credential, join, stored_credential
 from agents.link import Handlers, Link, reconnect_delay
 from agents.log_lines import NodeLog
+from agents.outbox import DiskOutbox
 from agents.policy import Policy, load_policy
+from agents.probes import Probes
 from agents.protocol.errors import CloseCode
-from agents.protocol.messages import FaultKind, GpuSamples, Hello, Message, Order
-from agents.protocol.session import Outbox
+from agents.protocol.messages import GpuSamples, Hello, Message, Order
 from agents.protocol.version import PROTOCOL_VERSION
 from agents.sensors.base import GpuSensor
 from agents.sensors.host import boot_id, node_facts, slots
@@ -52,11 +52,10 @@ class Daemon:
     def __init__(self, settings: Settings, *, policy: Policy) -> None:
         self._settings = settings
         self._boot_id = boot_id()
-        self._outbox = Outbox(outbox_id=secrets.token_hex(16))
+        self._outbox = DiskOutbox(settings.state_directory)
         self._clock = ServerClock()
         self._children: set[int] = set()
         self._highest = HighestStore(settings.state_directory)
-        self._drill_store = DrillStore(settings.state_directory)
         self._records = RunRecords(settings.state_directory)
         self._ranks = RankSocket(
             socket_path(settings.state_directory), take=lambda said, user: self.supervisor.take(said, user)
@@ -78,12 +77,12 @@ class Daemon:
             drain=self._ranks.drain,
             children=self._children,
             changed=self._run_changed,
-            progressed=lambda job, generation, rank: self.kill_rank.look(),
+            progressed=lambda job, generation, rank: self.faults.look(),
+            told=lambda job, generation: self._outbox.told.of(job, generation),
+            contact_ns=lambda: self._link.contact_ns,
         )
         self.supervisor = Supervisor(highest=self._highest, place=place, slots=1)
-        self.kill_rank = KillRank(
-            store=self._drill_store, find_run=self.supervisor.run, emit=self._emit, server_now=self._clock.now
-        )
+        self._probes = Probes(emit=self._emit, server_now=self._clock.now, told=lambda: self._outbox.told.probes)
         self._sensor = self._choose_sensor()
         self._credential: Credential | None = None
         self._reconciling = False
@@ -97,7 +96,17 @@ class Daemon:
                 welcomed=self._welcomed,
                 ordered=self._ordered,
                 refused=self._refused,
+                granted=self.supervisor.note_contact,
             ),
+        )
+        self.faults = Faults(
+            state_directory=settings.state_directory,
+            supervisor=self.supervisor,
+            link=self._link,
+            emit=self._emit,
+            server_now=self._clock.now,
+            settings=settings,
+            children=self._children,
         )
 
     def _choose_sensor(self) -> GpuSensor:
@@ -116,6 +125,7 @@ class Daemon:
             facts = await self._sensor.start()
             self.supervisor.slots = slots(self._settings, facts)
             self.supervisor.adopt()
+            self.faults.adopt()
             await self._obtain_credential()
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._link.run())
@@ -129,15 +139,18 @@ class Daemon:
             # Orphans of a dead runner come to the agent then, and not to init, where nobody would find them.
             ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._highest.load()
-        self._drill_store.load()
         self._records.prepare()
+        self._outbox.open()
         self._ranks.open()
 
     async def _end(self) -> None:
         if self._settings.stop_runs_on_exit:
             await self.supervisor.stop_all(within_s=_STOP_LIMIT_S)
+        await self.faults.close()
         await self.supervisor.close()
+        await self._probes.close()
         self._ranks.close()
+        self._outbox.close()
         await self._sensor.close()
         if self._groups is not None:
             self._groups.leave()
@@ -169,7 +182,8 @@ class Daemon:
                 samples = []
             if samples:
                 self._link.send_transient(GpuSamples(samples=samples))
-            self.kill_rank.look()
+            self.faults.look()
+            self._outbox.look()
             await asyncio.sleep(max(0.0, interval_s - (time.monotonic() - began)))
 
     # --- What the link asks for -----------------------------------------------------------------------------------
@@ -198,11 +212,12 @@ class Daemon:
     def _ordered(self, order: Order) -> None:
         try:
             self.supervisor.apply(order.assignments)
-            self.kill_rank.take([fault for fault in order.faults if fault.kind is FaultKind.KILL_RANK])
+            self.faults.take(order.faults)
         except StateUnusable as err:
             # Not recorded, so not followed: the server goes on asking, as the revision does not rise.
             log.error("an order could not be taken over", revision=order.revision, error=err)
             return
+        self._probes.take(order.probes)
         self._link.revision = order.revision
 
     async def _refused(self, code: CloseCode) -> bool:
@@ -242,6 +257,7 @@ class Daemon:
 
 async def serve(settings: Settings) -> None:
     """Run the agent until SIGTERM or SIGINT. Raises `AgentError`."""
+    wait_while_down(settings.state_directory)
     policy = load_policy(settings.policy_file)
     with _state_directory(settings.state_directory):
         daemon = Daemon(settings, policy=policy)

@@ -1,7 +1,7 @@
 """The connection to the server: dials out, says hello, sends what waits, and comes back by itself when it breaks.
 
-One `AgentSession` per connection does the protocol; this module moves its bytes and keeps its clock. It listens on
-nothing.
+One `AgentSession` per connection does the protocol; this module moves its bytes and keeps its clocks. It listens on
+nothing. A drill may cut it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ from dataclasses import dataclass
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
+from agents.faults.boot_clock import boottime_ns
 from agents.log_lines import NodeLog
+from agents.outbox import DiskOutbox
 from agents.protocol.errors import RETRY_FORBIDDEN, CloseCode, MalformedFrame, ProtocolError
 from agents.protocol.messages import (
+    Ack,
     Goodbye,
     Heartbeat,
     HeartbeatReply,
@@ -28,7 +31,7 @@ from agents.protocol.messages import (
     Order,
     Welcome,
 )
-from agents.protocol.session import AgentSession, Outbox
+from agents.protocol.session import AgentSession
 from agents.protocol.version import MAX_FRAME_BYTES
 from agents.server_clock import ServerClock
 from agents.settings import Settings
@@ -41,6 +44,7 @@ _SILENCE_LIMIT_S = 10.0
 _STABLE_AFTER_S = 10.0
 """A connection that lasted this long starts the back-off anew."""
 _TRANSIENT_LIMIT = 10
+_BEATS_REMEMBERED = 100
 _REFUSED_STATUS = {401: CloseCode.UNAUTHORIZED, 403: CloseCode.REVOKED}
 
 
@@ -60,19 +64,30 @@ class Handlers:
     ordered: Callable[[Order], None]
     refused: Callable[[CloseCode], Awaitable[bool]]
     """The server has refused this agent; True if something has changed, so that trying again can help."""
+    granted: Callable[[int], None]
+    """The server has written down that it heard the heartbeat that was sent at this time (CLOCK_BOOTTIME, ns)."""
 
 
 class Link:
     """Keeps one connection to the server alive."""
 
-    def __init__(self, *, settings: Settings, outbox: Outbox, clock: ServerClock, handlers: Handlers) -> None:
+    def __init__(self, *, settings: Settings, outbox: DiskOutbox, clock: ServerClock, handlers: Handlers) -> None:
         self.revision = 0
         """Newest order that was taken over; told with each heartbeat."""
+        self.contact_ns = 0
+        """When the newest hello or heartbeat was sent that the server has written down (CLOCK_BOOTTIME, ns)."""
         self._settings = settings
         self._outbox = outbox
         self._clock = clock
         self._handlers = handlers
         self._wake = asyncio.Event()
+        self._cut = asyncio.Event()
+        self._mended = asyncio.Event()
+        self._mended.set()
+        self._websocket: ClientConnection | None = None
+        self._hello_sent_ns = 0
+        self._beats: dict[float, int] = {}
+        """Heartbeats that wait for their reply: their `at`, and when they were sent (CLOCK_BOOTTIME, ns)."""
         self._transient: deque[Message] = deque(maxlen=_TRANSIENT_LIMIT)
         self._welcome: Welcome | None = None
         self._ordered_revision = 0
@@ -92,13 +107,39 @@ class Link:
             self._transient.append(message)
             self._wake.set()
 
+    def cut(self) -> None:
+        """Be cut off from the server: end the connection without a word, and make none until `mend`."""
+        log.warning("the connection to the server is cut by a drill")
+        self._mended.clear()
+        self._cut.set()
+        if self._websocket is not None:
+            self._websocket.transport.abort()
+
+    def mend(self) -> None:
+        """Connections may be made again."""
+        if not self._mended.is_set():
+            log.info("the connection to the server may be made again")
+        self._cut.clear()
+        self._mended.set()
+
     async def run(self) -> None:
         """Connect and reconnect until cancelled."""
         attempt = 0
         while True:
+            await self._mended.wait()
             began = time.monotonic()
-            code = await self._one_connection()
-            if code in RETRY_FORBIDDEN and not await self._handlers.refused(CloseCode(code)):
+            code = await self._until_cut()
+            if self._cut.is_set():
+                attempt = 0
+                continue
+            if code == CloseCode.SUPERSEDED:
+                log.error(
+                    "another agent with this node's credential has connected, and the newest one counts: "
+                    "see that only one runs for this node; trying again slowly",
+                    node=self._settings.name,
+                )
+            refused = code in RETRY_FORBIDDEN and not await self._handlers.refused(CloseCode(code))
+            if refused or code == CloseCode.SUPERSEDED:
                 # Slow, and never in step with other nodes; an operator has to act before it can work.
                 delay_s = self._settings.slow_retry_s * random.uniform(0.5, 1.5)
                 attempt = 0
@@ -114,6 +155,18 @@ class Link:
             log.info("trying again", in_s=round(delay_s, 2))
             await asyncio.sleep(delay_s)
 
+    async def _until_cut(self) -> int | None:
+        """One connection, or the attempt at one, that ends at once when it is cut."""
+        connection = asyncio.ensure_future(self._one_connection())
+        cut = asyncio.ensure_future(self._cut.wait())
+        try:
+            await asyncio.wait((connection, cut), return_when=asyncio.FIRST_COMPLETED)
+            return connection.result() if connection.done() else None
+        finally:
+            for task in (connection, cut):
+                task.cancel()
+            await asyncio.gather(connection, cut, return_exceptions=True)
+
     async def _one_connection(self) -> int | None:
         """Hold one connection until it ends; return the code with which the server closed it, if it did."""
         url = self._settings.socket_url
@@ -128,6 +181,7 @@ class Link:
                 ping_interval=None,
                 max_size=MAX_FRAME_BYTES,
             ) as websocket:
+                self._websocket = websocket
                 return await self._converse(websocket)
         except InvalidStatus as err:
             status = err.response.status_code
@@ -139,13 +193,16 @@ class Link:
         except ConnectionClosed as err:
             return self._closed(err)
         finally:
+            self._websocket = None
             self._welcome = None
             self._transient.clear()
+            self._beats.clear()
 
     async def _converse(self, websocket: ClientConnection) -> int | None:
         session = AgentSession(self._handlers.hello(), self._outbox)
         self._ordered_revision = 0
         self._heard_at = time.monotonic()
+        self._hello_sent_ns = boottime_ns()
         await websocket.send(session.opening())
         tasks = [
             asyncio.create_task(self._receive(websocket, session)),
@@ -191,11 +248,18 @@ class Link:
             case Welcome():
                 self._clock.begin(server_at=message.at, received_at=time.time())
                 self._welcome = message
+                self.contact_ns = max(self.contact_ns, self._hello_sent_ns)
                 log.info("connected", server=self._settings.server, version=message.server_version)
                 self._handlers.welcomed()
                 self._wake.set()
             case HeartbeatReply():
                 self._clock.observe(sent_at=message.echo_at, received_at=time.time(), server_at=message.at)
+                sent_ns = self._beats.pop(message.echo_at, None)
+                if message.grants_lease and sent_ns is not None:
+                    self.contact_ns = max(self.contact_ns, sent_ns)
+                    self._handlers.granted(sent_ns)
+            case Ack():
+                self._wake.set()  # there is room for more to be on its way
             case Order():
                 # On one connection orders come as they were sent; what is older was overtaken while it was built.
                 if message.revision >= self._ordered_revision:
@@ -208,10 +272,14 @@ class Link:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            for frame in session.frames_to_send():
-                await websocket.send(frame)
-            while self._transient:
-                await websocket.send(session.transient(self._transient.popleft()))
+            batch = session.frames_to_send()
+            while batch or self._transient:
+                # Between two batches of a long backlog, heartbeats must get through.
+                while self._transient:
+                    await websocket.send(session.transient(self._transient.popleft()))
+                for frame in batch:
+                    await websocket.send(frame)
+                batch = session.frames_to_send()
 
     async def _beat(self) -> None:
         while True:
@@ -219,5 +287,12 @@ class Link:
             if time.monotonic() - self._heard_at > max(_SILENCE_LIMIT_S, 5 * interval_s):
                 raise TimeoutError
             if self._welcome:
-                self.send_transient(Heartbeat(at=time.time(), revision=self.revision))
+                self._send_beat()
             await asyncio.sleep(max(0.05, interval_s))
+
+    def _send_beat(self) -> None:
+        at, now_ns = time.time(), boottime_ns()  # taken before it is sent: a lease must never count from later
+        self._beats.setdefault(at, now_ns)
+        while len(self._beats) > _BEATS_REMEMBERED:
+            del self._beats[next(iter(self._beats))]
+        self.send_transient(Heartbeat(at=at, revision=self.revision))

@@ -28,9 +28,7 @@ _WORN_BYTES = 1 << 20
 """A file beyond this that holds more than twice what still waits is written anew."""
 _TRY_AGAIN_S = 10.0
 
-_ENDED_IN_MEMORY = (
-    "the agent ended while its outbox could not be written: what had not been sent by then is lost beyond its last words"
-)
+_ENDED_IN_MEMORY = "the agent ended while its outbox could not be written: what had not been sent by then may be lost"
 _TORN = "the agent ended while it wrote a message to its disk: that one is lost"
 
 
@@ -75,7 +73,7 @@ class DiskOutbox:
             self._box.tell_gap(self._set_aside(str(err)))
             content = None
         except OSError as err:
-            self._box.tell_gap(f"the agent's outbox on disk cannot be read ({err.strerror}): what it held is not told")
+            self._box.tell_gap(self._set_aside(f"it cannot be read ({err.strerror})"))
             content = None
         try:
             if content is not None:
@@ -132,7 +130,10 @@ class DiskOutbox:
 
     def look(self) -> None:
         """Try to come back to a disk that failed. Called about once a second."""
-        if self._file is not None or self._now() - self._failed_at < _TRY_AGAIN_S:
+        if self._file is not None:
+            self._see_that_it_is_there(self._file)
+            return
+        if self._now() - self._failed_at < _TRY_AGAIN_S:
             return
         try:
             self._rewrite()
@@ -141,6 +142,14 @@ class DiskOutbox:
             log.warning("the outbox still cannot be written", path=self._path, error=err)
         else:
             log.info("the outbox is on disk again", path=self._path, waiting=len(self._box))
+
+    def _see_that_it_is_there(self, file: OutboxFile) -> None:
+        try:
+            if file.is_gone:
+                log.warning("the outbox was removed from its disk; it is written anew", path=self._path)
+                self._rewrite()
+        except OSError as err:
+            self._fail(err)
 
     def close(self) -> None:
         if self._file is not None:

@@ -1,8 +1,9 @@
 """The outbox's file: a state byte, then records with a checksum each, appended as messages come; rewritten when worn.
 
-One write(2) per message and nothing else: an append-only file needs no page cache of its own, no checkpoints that stall
-the loop, and each record's checksum tells a damaged one, which a database's does not. A message is in the kernel's hands
-before it is sent; a power cut may take the newest ones, and the server's count then shows it (`Outbox.begin`).
+One write(2) per message and nothing else: a file of this kind needs no page cache of its own and no checkpoints that
+stall the loop, and each record's checksum tells a damaged one, which an embedded database does not. A message is in the
+kernel's hands before it is sent; a power cut may take the newest ones, and the server's count then shows it
+(`Outbox.begin`).
 """
 
 from __future__ import annotations
@@ -68,9 +69,7 @@ class OutboxFile:
         self.size_bytes = size
 
     @classmethod
-    def replace(
-        cls, path: Path, *, outbox_id: str, next_seq: int, told: Told, entries: Iterable[Entry]
-    ) -> OutboxFile:
+    def replace(cls, path: Path, *, outbox_id: str, next_seq: int, told: Told, entries: Iterable[Entry]) -> OutboxFile:
         """Write everything aside and put it in the place of what is there."""
         aside = path.with_name(f".{path.name}.new")
         descriptor = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -103,6 +102,11 @@ class OutboxFile:
         if os.pwrite(self._descriptor, _INCOMPLETE, _STATE_AT) != 1:
             raise OSError(errno.EIO, "nothing was written")
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether somebody has removed it, so that nothing written to it would be found again."""
+        return os.fstat(self._descriptor).st_nlink == 0
+
     def close(self) -> None:
         os.close(self._descriptor)
 
@@ -124,11 +128,14 @@ def read_outbox(path: Path) -> Content | None:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
-    with os.fdopen(descriptor, "rb") as file:
+    try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode) or found.st_size > _LARGEST_FILE:
             raise OutboxDamaged("it is no regular file of a likely size")
-        data = file.read()
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            data = file.read()
+    finally:
+        os.close(descriptor)
     if len(data) < _START or not data.startswith(_MAGIC):
         raise OutboxDamaged("it does not begin like an outbox of this release")
     payloads, torn = _payloads(data)
@@ -158,7 +165,7 @@ def _record(value: msgspec.Struct) -> bytes:
 
 def _payloads(data: bytes) -> tuple[list[bytes], bool]:
     """The records' content, and whether the last one stops short. Raises `OutboxDamaged`."""
-    found = []
+    found: list[bytes] = []
     at = _START
     while at < len(data):
         if at + _HEAD.size > len(data):

@@ -32,6 +32,8 @@ class Settings:
     """Under which other nodes reach this one."""
     port_range: tuple[int, int] = (20000, 20999)
     """First and last port for rendezvous, outside the kernel's ephemeral range."""
+    probe_port: int = 22
+    """TCP port at which other agents knock when this node is silent; nothing has to listen there."""
     policy_file: Path | None = None
     runner_command: tuple[str, ...] = RUNNER_COMMAND
     """What follows the job's interpreter to start the runner."""
@@ -71,6 +73,7 @@ def parse_settings(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
         rack=args.rack,
         address=args.address,
         port_range=_port_range(args.port_range),
+        probe_port=args.probe_port,
         policy_file=Path(args.policy) if args.policy else None,
         cgroups=not args.no_cgroup,
         stop_runs_on_exit=args.stop_runs_on_exit,
@@ -92,6 +95,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rack", default="", help="rack of this node, for placement")
     parser.add_argument("--address", default="127.0.0.1", help="address under which other nodes reach this one")
     parser.add_argument("--port-range", default="20000-20999", metavar="A-B", help="ports for rendezvous")
+    parser.add_argument(
+        "--probe-port",
+        type=_port,
+        default=22,
+        metavar="N",
+        help="TCP port at which other agents knock when this node is silent (default 22); a refusal is an answer, but "
+        "a firewall that drops is none",
+    )
     parser.add_argument("--policy", metavar="FILE", help="TOML file with what this node allows")
     parser.add_argument(
         "--no-cgroup", action="store_true", help="find processes by /proc even if cgroups could be used"
@@ -105,6 +116,13 @@ def _count(text: str) -> int:
     value = int(text)
     if not 0 <= value <= 1024:
         raise argparse.ArgumentTypeError(f"{value} is not between 0 and 1024")
+    return value
+
+
+def _port(text: str) -> int:
+    value = int(text)
+    if not 1 <= value <= 65535:
+        raise argparse.ArgumentTypeError(f"{value} is no port")
     return value
 
 

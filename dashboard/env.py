@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from pathlib import Path
@@ -54,6 +55,40 @@ class Environment:
     def lost_after_s(self) -> float:
         """EVERSTEP_LOST_AFTER_S: silence after which a node counts as lost, which is one witness of two."""
         return float(self._variables.get("EVERSTEP_LOST_AFTER_S", "10"))
+
+    @property
+    def fence_command(self) -> list[str]:
+        """EVERSTEP_FENCE_COMMAND: JSON list of a program and its arguments that can switch a node off.
+
+        `{node}` and `{address}` in it stand for the node's own; `off` or `status` is added as the last argument. Exit
+        code 0 with `off` as the last line of output means that the node is off. Unset: there is no fence provider.
+        """
+        text = self._variables.get("EVERSTEP_FENCE_COMMAND", "").strip()
+        if not text:
+            return []
+        try:
+            argv = json.loads(text)
+        except ValueError:
+            argv = None
+        if not isinstance(argv, list) or not argv or not all(isinstance(part, str) and part for part in argv):
+            raise ValueError(
+                "EVERSTEP_FENCE_COMMAND must be a JSON list of texts, for example "
+                f'["/usr/local/bin/fence", "--host", "{{address}}"], not {text!r:.100}.'
+            )
+        return argv
+
+    @property
+    def fence_timeout_s(self) -> float:
+        """EVERSTEP_FENCE_TIMEOUT_S: one run of the fence command is killed after so long; over 0, at most 240."""
+        seconds = float(self._variables.get("EVERSTEP_FENCE_TIMEOUT_S", "60"))
+        if not 0 < seconds <= 240:
+            raise ValueError(f"EVERSTEP_FENCE_TIMEOUT_S must be over 0 and at most 240 s, not {seconds:g}.")
+        return seconds
+
+    @property
+    def fence_auto(self) -> bool:
+        """EVERSTEP_FENCE_AUTO=1: a node that two witnesses miss is switched off without anybody asking."""
+        return self._variables.get("EVERSTEP_FENCE_AUTO", "") == "1"
 
     @property
     def failpoints(self) -> Path | None:

@@ -124,9 +124,13 @@ STATIC_URL = "static/"
 WHITENOISE_USE_FINDERS = True
 WHITENOISE_ALLOW_ALL_ORIGINS = False
 
+EVERSTEP_HOME = str(env.home)
 EVERSTEP_REDIS_URL = env.redis_url
 EVERSTEP_SUSPECT_AFTER_S = env.suspect_after_s
 EVERSTEP_LOST_AFTER_S = env.lost_after_s
+EVERSTEP_FENCE_COMMAND = env.fence_command
+EVERSTEP_FENCE_TIMEOUT_S = env.fence_timeout_s
+EVERSTEP_FENCE_AUTO = env.fence_auto
 EVERSTEP_FAILPOINTS = str(env.failpoints or "")
 
 

@@ -32,7 +32,8 @@ class RunContext:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> RunContext:
-        """Raises `CheckpointMissing` when EVERSTEP_RESUME is not `<generation>:<step>`, `LeaseUnusable` for half a lease."""
+        """Raises `CheckpointMissing` when EVERSTEP_RESUME is not `<generation>:<step>`, `LeaseUnusable` for half a
+        lease."""
         generation = environment.get("EVERSTEP_GENERATION")
         resume = environment.get("EVERSTEP_RESUME", "")
         return cls(

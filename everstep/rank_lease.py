@@ -1,7 +1,7 @@
 """A rank's own part in its node's lease: it looks for itself before it reports or publishes anything.
 
-`Run` makes one where the runner gives it a lease. The runner kills its ranks when the lease has run out, but a node that
-was frozen may wake a rank before its runner, and that rank could finish the step in hand from data that it already has.
+`Run` makes one where the runner gives it a lease. The runner kills its ranks when the lease has run out, but a node
+that was frozen may wake a rank before its runner, and that rank could finish the step in hand from what it already has.
 """
 
 from __future__ import annotations
@@ -25,34 +25,41 @@ class RankLease:
         self._log = log
         if local_rank >= len(self._files.ranks()):
             raise LeaseUnusable(f"{paths.progress} has no slot for local rank {local_rank}.")
-        self._held = self._files.kept() or Held(sign_ns=boottime_ns(), limit_ns=0)
+        kept = self._files.kept()
+        self._sign_ns = kept.sign_ns if kept else boottime_ns()
+        # Terms only rise: the shortest of now stays a safe measure.
+        self._shortest_ns = int(NS * min(self._files.terms))
         self.advance(Phase.SETUP, steps=0)
 
-    def check(self) -> None:
-        """Before something is said or done that a rank of a generation that is over must not say or do."""
-        self._look()
+    def check(self) -> int:
+        """Before something is said or done that a rank of a generation that is over must not say or do.
+
+        Returns the moment at which the lease held.
+        """
+        now_ns = boottime_ns()
+        if now_ns - self._sign_ns <= self._shortest_ns:
+            return now_ns  # no limit can have passed; the whole look costs ten times as much
+        return self._look()
 
     def advance(self, phase: Phase, *, steps: int) -> None:
         """Check, then renew: a step of this generation is finished, its `steps`-th, or a phase begins."""
-        now_ns, ranks = self._look()
-        # The moment of the look, not of the writing: a freeze in between then shows.
-        mine = Progress(at_ns=now_ns, phase=phase, steps=steps)
-        self._files.write_progress(self._local_rank, mine)
-        ranks[self._local_rank] = mine
-        self._held = Held(sign_ns=now_ns, limit_ns=longest_limit_ns(ranks, self._files.terms))
+        # The moment of the check, not of the writing: a freeze in between then shows.
+        self._sign_ns = self.check()
+        self._files.write_progress(self._local_rank, Progress(self._sign_ns, phase, steps))
 
-    def _look(self) -> tuple[int, list[Progress]]:
+    def _look(self) -> int:
         ranks = self._files.ranks()
         contact_ns = self._files.contact_ns()
+        mine = Held(sign_ns=self._sign_ns, limit_ns=longest_limit_ns(ranks, self._files.terms))
         # What the runner has seen meanwhile counts as if this rank had: in a step it cannot look.
-        held = max(self._held, self._files.kept() or self._held)
+        held = max(mine, self._files.kept() or mine)
         now_ns = boottime_ns()
         verdict = judge(held, contact_ns=contact_ns, ranks=ranks, terms=self._files.terms, now_ns=now_ns)
         if isinstance(verdict, Expired) and self._files.take_raised_terms():
             verdict = judge(held, contact_ns=contact_ns, ranks=ranks, terms=self._files.terms, now_ns=now_ns)
         if isinstance(verdict, Expired):
             self._end(verdict)
-        return now_ns, ranks
+        return now_ns
 
     def _end(self, expired: Expired) -> NoReturn:
         """The last line of the output is what the runner reports."""

@@ -417,6 +417,7 @@ class Run:
         except SaveFailed as err:
             self._warn(str(err))
             return
+        self._check_lease()
         self._saved_step = self._done
         fields: dict[str, Any] = {
             "step": self._done,
@@ -430,7 +431,6 @@ class Run:
         if not self._team.leads:
             self._log.write("saved", **fields)
             return
-        self._check_lease()
         self._tell("saved", **fields)
         try:
             remove_expired(request.root, generation=self.generation, parent=self._parent, keep=self.keep)

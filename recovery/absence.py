@@ -15,7 +15,7 @@ from django.db.models import F, Value
 from django.db.models.functions import Least
 
 from recovery.domain.instructions import JobState
-from recovery.models import Claim, IncidentRow, Job
+from recovery.models import Claim, Drill, IncidentRow, Job
 
 log = logging.getLogger(__name__)
 
@@ -53,3 +53,4 @@ def _move_deadlines(by_s: float, now: float) -> None:
     Job.objects.filter(state__in=limited).update(
         state_since=Least(F("state_since") + by_s, Value(now)), version=F("version") + 1
     )
+    Drill.objects.filter(ended=False).update(away_s=F("away_s") + by_s)

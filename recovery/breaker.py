@@ -39,11 +39,13 @@ def advance_breaker() -> None:
 
 
 def rearm_breaker(incident_id: str, *, by: str) -> IncidentRow:
-    """Believe in absence again. Raises `NotFound`, or `CommandRefused` if it is re-armed already."""
+    """Believe in absence again. Raises `NotFound`, or `CommandRefused` if it is re-armed already or is a job's."""
     with transaction.atomic():
-        row = IncidentRow.objects.filter(pk=incident_id, kind=CONTROL_PLANE).first()
+        row = IncidentRow.objects.filter(pk=incident_id).first()
         if row is None:
-            raise NotFound(f"There is no control-plane incident {incident_id}.")
+            raise NotFound(f"There is no incident {incident_id}.")
+        if row.kind != CONTROL_PLANE:
+            raise CommandRefused(f"Incident {incident_id} is a job's: only one of the control plane is re-armed.")
         if row.ended:
             raise CommandRefused(f"Incident {incident_id} has ended: the breaker is re-armed already.")
         now = time.time()

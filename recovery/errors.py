@@ -41,3 +41,15 @@ class CommandRefused(RecoveryError):
     """An operator's action does not fit the present state."""
 
     kind = "command_refused"
+
+
+class FenceRefused(CommandRefused):
+    """Nobody's word that this node is off is taken now, or nobody is there who could switch it off."""
+
+    kind = "fence_refused"
+
+
+class NotConfirmed(CommandRefused):
+    """What was typed to confirm is not the node's name."""
+
+    kind = "not_confirmed"

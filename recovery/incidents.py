@@ -7,6 +7,7 @@ import time
 from django.db import transaction
 from django.db.models import F
 
+from recovery.domain.drill_kinds import KINDS, Target
 from recovery.domain.incident import Incident, IncidentState
 from recovery.domain.instructions import JobState
 from recovery.domain.policy import Policy
@@ -78,22 +79,28 @@ def open_or_join(
     return row
 
 
-NODE_DRILLS = ("kill-agent", "freeze-node", "isolate-node")
-"""Drills that break a whole node: whatever the job loses meanwhile, it loses to them."""
-
-
 def _drill_behind(job: Job, *, generation: int, rank: int | None, node: str | None) -> Drill | None:
-    """The drill that asked for the death of this rank, or of a whole node."""
-    drills = Drill.objects.filter(job=job, generation_number=generation, ended=False)
-    told = drills.filter(state__in=("armed", "applied", "undone"))
-    # An agent that was killed cannot say that it applied the fault: its silence says so.
-    unsaid = drills.filter(kind__in=NODE_DRILLS, state="requested", node__name=node) if node else Drill.objects.none()
-    same_rank = told.exclude(kind__in=NODE_DRILLS).filter(rank=rank) if rank is not None else Drill.objects.none()
-    return same_rank.first() or told.filter(kind__in=NODE_DRILLS).first() or unsaid.first()
+    """The drill that asked for the death of this rank, or that broke a whole node.
+
+    A drill that takes a node is behind all that the job loses meanwhile; another one only behind what it hit.
+    """
+    told = []
+    for drill in Drill.objects.filter(job=job, generation_number=generation, ended=False).select_related("node"):
+        kind = KINDS[drill.kind]
+        hit = drill.node is not None and drill.node.name == node
+        if kind.takes_node:
+            # An agent that was killed cannot say that it applied the fault: its silence says so.
+            if drill.state != "requested" or hit:
+                told.append(drill)
+        elif drill.state != "requested" and (hit or (rank is not None and drill.rank == rank)):
+            told.append(drill)
+    return next(iter(told), None)
 
 
 def _drill_entry(drill: Drill, now: float) -> Entry:
-    where = f"rank {drill.rank}" if drill.kind not in NODE_DRILLS or drill.node is None else drill.node.name
+    where = f"rank {drill.rank}"
+    if drill.node is not None and KINDS[drill.kind].target is Target.NODE:
+        where = drill.node.name
     text = f"This is a drill ({drill.id}): {drill.kind} on {where}, asked for by {drill.requested_by}."
     return Entry(kind=EntryKind.DRILL, at=now, text=text, data={"drill": drill.id})
 

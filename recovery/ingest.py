@@ -252,11 +252,13 @@ def _store_rank(
         case RankStarted(pid=pid):
             row.pid, row.started_at = pid, at
             row.phase, row.phase_at, row.progress_at = Phase.SETUP.value, at, at
+            row.progress_seen_at = time.time()
         case RankPhase(phase=phase):
             if at < (row.phase_at or 0.0):
                 return
             row.phase, row.phase_at, row.progress_at = phase.value, at, max(at, row.progress_at or 0.0)
-            row.save(update_fields=["phase", "phase_at", "progress_at"])
+            row.progress_seen_at = time.time()
+            row.save(update_fields=["phase", "phase_at", "progress_at", "progress_seen_at"])
             return
         case RankResumed():
             row.resumed_at, row.resumed_step = at, fact.step
@@ -269,7 +271,7 @@ def _store_rank(
             if total is None or step >= total:
                 row.finished_step = step
         case RankExited():
-            row.pid, row.exited_at = fact.pid, at
+            row.pid, row.exited_at, row.exit_recorded_at = fact.pid, at, time.time()
             row.exit_code, row.signal, row.detail = fact.exit_code, fact.signal, fact.detail
     row.save()
     batch.look_at.add(generation.job_id)
@@ -342,7 +344,12 @@ def _store_steps(batch: _Batch, generation: GenerationRow, fact: StepReports) ->
         row.pace_s = _pace(row, rows, before)
         if row.phase in ("", Phase.SETUP.value, Phase.COMPILE.value):
             row.phase, row.phase_at = Phase.STEP.value, row.progress_at
-        row.save(update_fields=["first_step_at", "last_step", "progress_at", "pace_s", "phase", "phase_at"])
+        row.progress_seen_at = time.time()
+        row.save(
+            update_fields=[
+                "first_step_at", "last_step", "progress_at", "progress_seen_at", "pace_s", "phase", "phase_at",
+            ]
+        )  # fmt: skip
         _raise_lease(generation, pace_s=row.pace_s)
         newest = max(newest, row.last_step)
     if newest and generation.number == Job.objects.values_list("generation", flat=True).get(pk=generation.job_id):
@@ -473,6 +480,7 @@ def _keep(batch: _Batch, share: ShareRow, said: StopProof) -> bool:
             at=batch.server_time(said.at),
             evidence=said.evidence,
             generation=share.generation.number,
+            recorded_at=time.time(),
         ),
     )
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from django.db.models import F
 
 from agents.protocol.messages import ProofKind
-from recovery.domain.fences import PROOF_WORDS, boot_proof
+from recovery.domain.fences import boot_proof
 from recovery.domain.generations import FenceProof
 from recovery.domain.timeline import Entry, EntryKind
 from recovery.models import FenceAction, GenerationRow, IncidentRow, Node, RankRow, ShareRow
@@ -30,7 +32,7 @@ def keep_proof(share: ShareRow, proof: FenceProof) -> bool:
     share.proof = to_json(proof)
     generation = share.generation
     RankRow.objects.filter(generation=generation, node_id=share.node_id, exited_at__isnull=True).update(
-        exited_at=proof.at, detail="gone without a report"
+        exited_at=proof.at, exit_recorded_at=time.time(), detail="gone without a report"
     )
     if not ShareRow.objects.filter(generation=generation, proof__isnull=True).exists():
         GenerationRow.objects.filter(pk=generation.pk, fenced_at__isnull=True).update(fenced_at=proof.at)
@@ -43,22 +45,18 @@ def keep_proof(share: ShareRow, proof: FenceProof) -> bool:
     return True
 
 
-def fence_node(node: Node, *, kind: ProofKind, at: float, evidence: str) -> int:
-    """Keep a proof for all that may still run on a node that is off. Returns for how many shares."""
-    count = 0
-    for share in _open_shares(node):
+def fence_node(node: Node, *, kind: ProofKind, at: float, evidence: str) -> None:
+    """Keep a proof for all that may still run on a node that is off."""
+    for share in open_shares(node):
         number = share.generation.number
-        proof = FenceProof(node=node.name, kind=kind, at=at, evidence=evidence, generation=number)
-        if keep_proof(share, proof):
-            count += 1
-            tell(share.generation.job_id, f"Generation {number} is gone from {node.name}: {PROOF_WORDS[kind]}.", at=at)
-    return count
+        proof = FenceProof(node=node.name, kind=kind, at=at, evidence=evidence, generation=number, recorded_at=at)
+        keep_proof(share, proof)
 
 
 def node_returned(node: Node, *, boot_id: str) -> None:
     """A node says hello: what its boot proves, and what it contradicts."""
     now = time.time()
-    for share in _open_shares(node):
+    for share in open_shares(node):
         proof = boot_proof(
             node=node.name, generation=share.generation.number, ran_in=share.boot_id, boot_id=boot_id, at=now
         )
@@ -66,6 +64,12 @@ def node_returned(node: Node, *, boot_id: str) -> None:
             keep_proof(share, proof)
     if node.quarantined_boot_id and node.quarantined_boot_id != boot_id:
         Node.objects.filter(pk=node.pk).update(quarantined_boot_id="", quarantine_reason="")
+    contradict(node, boot_id=boot_id)
+
+
+def contradict(node: Node, *, boot_id: str) -> None:
+    """The node was heard in this boot: whoever said that it was off in it was wrong."""
+    now = time.time()
     said_off = FenceAction.objects.filter(node=node, state="fenced", boot_id=boot_id, contradicted_at__isnull=True)
     for action in said_off.exclude(boot_id=""):
         FenceAction.objects.filter(pk=action.pk).update(contradicted_at=now)
@@ -83,16 +87,24 @@ def quarantine(node: Node, *, boot_id: str, reason: str) -> None:
     announce_change("fleet")
 
 
-def tell(job_id: str, text: str, *, at: float | None = None, kind: EntryKind = EntryKind.FACT) -> None:
+def tell(
+    job_id: str,
+    text: str,
+    *,
+    at: float | None = None,
+    kind: EntryKind = EntryKind.FACT,
+    data: Mapping[str, Any] | None = None,
+) -> None:
     """Write a sentence into the job's open incident, or into its newest one."""
     row = IncidentRow.objects.filter(job_id=job_id).order_by("ended", "-opened_at").first()
     if row is None:
         return
     IncidentRow.objects.filter(pk=row.pk).update(version=F("version"))  # takes the row, so that seq has no rival
-    entry = Entry(kind=kind, at=time.time() if at is None else at, text=text)
+    entry = Entry(kind=kind, at=time.time() if at is None else at, text=text, data=data or {})
     announce(f"incident:{row.pk}", append_entries(row.pk, [entry]))
 
 
-def _open_shares(node: Node) -> list[ShareRow]:
+def open_shares(node: Node) -> list[ShareRow]:
+    """What was ordered to run on the node and is not proven gone."""
     rows = ShareRow.objects.filter(node=node, proof__isnull=True, generation__run_ordered_at__isnull=False)
     return list(rows.select_related("generation"))

@@ -18,8 +18,9 @@ from django.db.models import Q
 from recovery import absence, engine
 from recovery.breaker import advance_breaker
 from recovery.domain.instructions import JOB_ENDS
-from recovery.drills import settle_drill
-from recovery.models import Claim, Drill, IncidentRow, Job
+from recovery.drill_outcomes import settle_drill
+from recovery.fencing import look_after_fences, redrive
+from recovery.models import Claim, Drill, FenceAction, IncidentRow, Job
 from recovery.probes import ask_for_probes
 from recovery.strays import settle_strays
 
@@ -52,6 +53,9 @@ def sweep() -> None:
     ends = [state.value for state in JOB_ENDS]
     _guarded("breaker", "")  # before anything is concluded from a node's silence
     _guarded("probes", "")
+    _guarded("fences", "")
+    for action_id in FenceAction.objects.filter(state__in=("requested", "running")).values_list("pk", flat=True):
+        _guarded("fence", action_id)
     for job_id in Job.objects.filter(behind_since__isnull=False).values_list("pk", flat=True):
         _guarded("stray", job_id)
     for incident_id in IncidentRow.objects.filter(ended=False, job__isnull=False).values_list("pk", flat=True):
@@ -63,9 +67,11 @@ def sweep() -> None:
         _guarded("drill", drill_id)
 
 
-_ADVANCE: dict[str, Callable[[str], None]] = {
+_ADVANCE: dict[str, Callable[[str], object]] = {
     "breaker": lambda _: advance_breaker(),
     "probes": lambda _: ask_for_probes(),
+    "fences": lambda _: look_after_fences(),
+    "fence": redrive,
     "stray": settle_strays,
     "incident": engine.advance_incident,
     "job": engine.advance_job,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from celery import shared_task
 
-from recovery import absence, engine
+from recovery import absence, engine, fencing
 from recovery import sweep as sweeping
 
 
@@ -23,3 +23,8 @@ def advance_job(job_id: str) -> None:
 @shared_task
 def sweep() -> None:
     sweeping.sweep_if_due()
+
+
+@shared_task(soft_time_limit=fencing.TASK_LIMIT_S, time_limit=fencing.TASK_LIMIT_S + 10)
+def fence_node(action_id: str) -> None:
+    fencing.drive_fence_action(action_id)

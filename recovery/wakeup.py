@@ -75,8 +75,16 @@ def ask_to_advance(*, incident: str | None = None, job: str | None = None) -> No
     transaction.on_commit(lambda: _quietly(_enqueue, incident, job), robust=True)
 
 
+def ask_to_fence(action: str) -> None:
+    """Ask Celery, after commit, to have a node switched off; if it cannot, the sweep will."""
+    transaction.on_commit(lambda: _quietly(_send, "fence_node", action), robust=True)
+
+
 def _enqueue(incident: str | None, job: str | None) -> None:
-    name, argument = ("advance_incident", incident) if incident else ("advance_job", job)
+    _send(*("advance_incident", incident) if incident else ("advance_job", job))
+
+
+def _send(name: str, argument: str | None) -> None:
     # Kombu tries for six seconds to reach a broker that is away; a ping fails at once.
     _shared_client().ping()
     # By name: tasks import the engine, and everything that asks it to look again stands below it.

@@ -102,10 +102,6 @@ class DrillStore:
         """Drills whose fault has begun, perhaps in an earlier life of the agent, and is not over."""
         return self._open
 
-    @property
-    def applying(self) -> list[DrillRecord]:
-        return [r for r in self._drills.values() if r.step is DrillStep.APPLYING and r.kind is FaultKind.KILL_RANK]
-
     def _keep(self, drills: dict[str, DrillRecord]) -> None:
         self._drills = drills
         self._armed = [record for record in drills.values() if record.step is DrillStep.ARMED]

@@ -30,6 +30,8 @@ log = NodeLog(__name__)
 
 _SETTLE_LIMIT_S = 5.0
 """A rank that was killed is reported by its runner within milliseconds."""
+_HEAD_START_S = 0.5
+"""A node that will fall silent says first that it is armed, and the server has this long to hear it."""
 _FOLLOW_EVERY_S = 0.1
 _NOT_AGAIN = "the agent restarted in its moment; it is not tried again"
 
@@ -152,9 +154,7 @@ class Faults:
     def _why_never(self, record: DrillRecord) -> str:
         """What speaks against the drill as it was asked for."""
         if record.kind in _LASTING and not 0 < record.duration_s <= LONGEST_FAULT_S:
-            return (
-                f"{record.duration_s:g} s is no duration: a fault lasts more than 0 and at most {LONGEST_FAULT_S:g} s"
-            )
+            return f"a fault lasts more than 0 and at most {LONGEST_FAULT_S:g} s, not {record.duration_s:g} s"
         if record.kind is not FaultKind.KILL_RANK:
             for other in (*self._store.armed, *self._store.open):
                 if other.kind is not FaultKind.KILL_RANK:
@@ -172,6 +172,9 @@ class Faults:
             return f"rank {record.rank} has exited already"
         return ""
 
+    def _too_early(self, record: DrillRecord) -> bool:
+        return record.kind is not FaultKind.KILL_RANK and 0 <= time.time() - record.at < _HEAD_START_S
+
     def _too_late(self, record: DrillRecord) -> bool:
         return self._server_now() > record.not_after
 
@@ -185,7 +188,7 @@ class Faults:
             return
         run = self._supervisor.run(record.job, record.generation)
         assert run is not None
-        if is_due(record, run):
+        if is_due(record, run) and not self._too_early(record):
             self._apply(record, run)
 
     # --- The fault ------------------------------------------------------------------------------------------------
@@ -329,6 +332,8 @@ class Faults:
 
     def _tell_again(self, record: DrillRecord) -> None:
         """The server names a drill that is known here: it may not have heard how it went."""
+        if (record.drill, record.step) in self._told:
+            return
         if record.step is DrillStep.UNDONE:
             self._tell(
                 msgspec.structs.replace(

@@ -1,4 +1,4 @@
-"""The keeper of one fault: a process outside the agent that does the fault and undoes it, whatever becomes of the agent.
+"""The keeper of one fault: a process outside the agent that does it and undoes it, whatever becomes of the agent.
 
 `python -m agents.faults.keeper FILE`, started by `faults.Faults` in a session and a control group of its own. The file
 (`kept_fault`) says what to do and how far it has come: a keeper that finds a fault begun only undoes it. SIGTERM means

@@ -1,4 +1,4 @@
-"""The agent's side of keepers: writes a fault down, starts its keeper, and reads how far it has come. `Faults` calls."""
+"""The agent's side of keepers: writes a fault down, starts its keeper, reads how far it has come. `Faults` calls."""
 
 from __future__ import annotations
 

@@ -166,9 +166,10 @@ class Outbox:
         return entry
 
     def _replace(self, entries: Iterable[Entry]) -> None:
+        replaced = list(entries)  # read before the old ones go: they may be made from those
         self._entries.clear()
         self._count = self._bytes = 0
-        for entry in entries:
+        for entry in replaced:
             self._append(entry)
 
     def _renumber(self, known_below: int, acknowledged: int) -> None:
@@ -178,9 +179,7 @@ class Outbox:
             [
                 Entry(first=acknowledged + 1, last=acknowledged + 1, reason=self.BEHIND),
                 *(
-                    msgspec.structs.replace(
-                        entry, first=max(entry.first, known_below) + shift, last=entry.last + shift
-                    )
+                    msgspec.structs.replace(entry, first=max(entry.first, known_below) + shift, last=entry.last + shift)
                     for entry in unsent
                 ),
             ]

@@ -13,9 +13,8 @@ from agents.protocol.errors import MalformedFrame, OutOfOrder, UnsupportedVersio
 from agents.protocol.messages import DURABLE, Ack, FromAgent, FromServer, Hello, Message, OutboxGap, Welcome
 from agents.protocol.version import OLDEST_SUPPORTED_VERSION, PROTOCOL_VERSION
 
-
 _WINDOW = 1000
-"""Durable messages that may be on their way at once. The server takes no more at a time; heartbeats would wait behind."""
+"""Durable messages that may be on their way at once: heartbeats wait behind those that the server has no time for."""
 _BATCH_BYTES = 256 << 10
 
 

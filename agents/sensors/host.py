@@ -27,6 +27,7 @@ def node_facts(settings: Settings, gpus: GpuFacts) -> NodeFacts:
         gpu_model=gpus.model,
         simulated_gpus=gpus.simulated,
         slots=slots(settings, gpus),
+        probe_port=settings.probe_port,
     )
 
 

@@ -12,6 +12,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
+from agents.protocol.messages import Phase
+
 MAX_REPORT_BYTES = 64 * 1024
 
 _Name = Annotated[str, Meta(min_length=1, max_length=200)]
@@ -66,11 +68,17 @@ class FinishedSaid(_FromRank, frozen=True, tag="finished"):
     step: _Count
 
 
+class PhaseSaid(_FromRank, frozen=True, tag="phase"):
+    """The rank has begun to do something else."""
+
+    phase: Phase
+
+
 class PokeSaid(_Report, frozen=True, tag="poke"):
     """The runner asks to read its events again."""
 
 
-RankReport = StepSaid | ResumedSaid | SavedSaid | FinishedSaid
+RankReport = StepSaid | ResumedSaid | SavedSaid | PhaseSaid | FinishedSaid
 Said = RankReport | PokeSaid
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from agents.policy import Account
 from agents.protocol.messages import LaunchSpec
+from agents.supervisor.lease import LeaseFiles
 from agents.supervisor.process_table import MARK_VARIABLE
 
 _FROM_NODE = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH")
@@ -30,6 +31,7 @@ def rank_environment(
     mark: str,
     socket: Path,
     log_directory: Path,
+    lease: LeaseFiles | None,
 ) -> dict[str, str]:
     """All that the runner and every rank of it find; what is a rank's own, the runner adds."""
     resume = "" if launch.parent_generation is None else f"{launch.parent_generation}:{launch.parent_step}"
@@ -43,6 +45,15 @@ def rank_environment(
         "EVERSTEP_RESUME": resume,
         "EVERSTEP_LOG_DIR": str(log_directory),
         MARK_VARIABLE: mark,
+        **({} if lease is None else _lease_environment(lease)),
+    }
+
+
+def _lease_environment(lease: LeaseFiles) -> dict[str, str]:
+    return {
+        "EVERSTEP_CONTACT": str(lease.contact),
+        "EVERSTEP_PROGRESS": str(lease.progress),
+        "EVERSTEP_LEASE": str(lease.terms),
     }
 
 

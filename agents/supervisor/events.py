@@ -45,7 +45,14 @@ class RunnerEnded(_Event, frozen=True, tag="runner_ended"):
     detail: str = ""
 
 
-RunnerEvent = RunnerStarted | RankBegan | RankEnded | RunnerEnded
+class LeaseExpired(_Event, frozen=True, tag="lease_expired"):
+    """The runner kills its ranks: neither contact nor progress for too long."""
+
+    silent_s: float = 0.0
+    limit_s: float = 0.0
+
+
+RunnerEvent = RunnerStarted | RankBegan | RankEnded | RunnerEnded | LeaseExpired
 
 _decoder = msgspec.json.Decoder(RunnerEvent)
 

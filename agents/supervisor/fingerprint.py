@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from agents.errors import CheckFailed
 from agents.policy import Account
@@ -27,9 +28,15 @@ def version(name):
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return "absent"
+def protocols():
+    try:
+        from everstep.elastic import launch
+    except ImportError:
+        return None
+    return [getattr(launch, "OLDEST_PROTOCOL", launch.PROTOCOL), launch.PROTOCOL]
 print(json.dumps({
     "python": ".".join(map(str, sys.version_info[:3])), "implementation": sys.implementation.name,
-    "torch": version("torch"), "runner": util.find_spec("everstep") is not None,
+    "torch": version("torch"), "runner": util.find_spec("everstep") is not None, "protocols": protocols(),
 }))
 """
 
@@ -41,6 +48,8 @@ class Interpreter:
     version: str
     torch: str
     has_runner: bool
+    runner_protocols: range
+    """Versions of `launch.json` that the runner there understands; empty if that could not be told."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +102,7 @@ async def ask_interpreter(
             version=f"{values['implementation']} {values['python']}",
             torch=str(values["torch"]),
             has_runner=bool(values["runner"]),
+            runner_protocols=_protocols(values["protocols"]),
         )
     except (ValueError, TypeError, KeyError) as err:
         last = complaint.decode(errors="replace").strip().rpartition("\n")[2]
@@ -114,6 +124,13 @@ def take_fingerprint(launch: LaunchSpec, *, interpreter: Interpreter, driver: st
         "GPU driver": driver or "none",
     }
     return Fingerprint(value=_hash(json.dumps(sorted(parts.items())).encode()), parts=parts)
+
+
+def _protocols(said: Any) -> range:
+    if said is None:
+        return range(0)
+    oldest, newest = said
+    return range(int(oldest), int(newest) + 1)
 
 
 def _script_hash(launch: LaunchSpec) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -10,11 +11,13 @@ from agents.protocol.messages import (
     CheckpointSaved,
     Message,
     RankFinished,
+    RankPhase,
     RankResumed,
     StepReport,
     StepReports,
 )
-from agents.sensors.rank_reports import FinishedSaid, RankReport, ResumedSaid, SavedSaid, StepSaid
+from agents.sensors.rank_reports import FinishedSaid, PhaseSaid, RankReport, ResumedSaid, SavedSaid, StepSaid
+from agents.told import ToldGeneration
 
 FLUSH_AFTER_S = 0.2
 _LARGEST_BATCH = 500
@@ -30,6 +33,19 @@ class Progress:
     step: dict[int, int] = field(default_factory=dict)
     finished: dict[int, int] = field(default_factory=dict)
     saved: set[int] = field(default_factory=set)
+    phase_at: dict[int, float] = field(default_factory=dict)
+    """When the newest phase of each rank began, by the rank's clock."""
+
+    @classmethod
+    def told(cls, told: ToldGeneration) -> Progress:
+        """What an earlier life of this agent has passed on already."""
+        return cls(
+            resumed=told.resumed,
+            step=told.step,
+            finished=told.finished,
+            saved={told.saved} if told.saved else set(),
+            phase_at=told.phase,
+        )
 
 
 class Intake:
@@ -43,8 +59,10 @@ class Intake:
         ranks: Iterable[int],
         emit: Callable[[Message], None],
         progressed: Callable[[int], None],
+        told: ToldGeneration | None = None,
     ) -> None:
-        self.progress = Progress()
+        self.progress = Progress() if told is None else Progress.told(told)
+        self._saved_before = 0 if told is None else told.saved
         self._job = job
         self._generation = generation
         self._ranks = frozenset(ranks)
@@ -71,11 +89,18 @@ class Intake:
                 self.progress.resumed[said.rank] = said.step
                 self._pass_on(self._resumed(said))
             case SavedSaid():
-                if said.step in self.progress.saved:
+                if said.step in self.progress.saved or said.step <= self._saved_before:
                     return True
                 self.progress.saved.add(said.step)
                 if said.rank == 0:  # the others note it in their own logs; one word to the server is enough
                     self._pass_on(self._saved(said))
+            case PhaseSaid():
+                if said.at <= self.progress.phase_at.get(said.rank, -math.inf):
+                    return True
+                self.progress.phase_at[said.rank] = said.at
+                self._pass_on(
+                    RankPhase(job=self._job, generation=self._generation, rank=said.rank, phase=said.phase, at=said.at)
+                )
             case FinishedSaid():
                 if said.rank in self.progress.finished:
                     return True

@@ -1,8 +1,14 @@
-"""Processes as /proc shows them: who carries a generation's mark, who descends from whom, and killing exactly one."""
+"""Processes as /proc shows them: who carries a generation's mark, who descends from whom, and killing exactly one.
+
+The mark is carried twice. The environment names the generation, but a process may start its children with another one,
+or write over it. A resource limit that means nothing to training (`limit_mark`) goes through fork, exec and setsid, and
+no process has a reason to touch it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import signal
 from collections.abc import Iterable
@@ -15,6 +21,14 @@ _GONE = (FileNotFoundError, ProcessLookupError, PermissionError)
 """Gone, or none of ours. Any other error (too many open files) says nothing about a process and is passed on."""
 
 
+def limit_mark(mark: str) -> int:
+    """Return the RLIMIT_RTTIME of a generation's processes: microseconds of real-time work, tens of thousands of years.
+
+    For processes that are not scheduled as real-time ones, the kernel does nothing with it (getrlimit(2)).
+    """
+    return (1 << 61) + int.from_bytes(hashlib.sha256(mark.encode()).digest()[:6])
+
+
 @dataclass(frozen=True)
 class Process:
     """One process; the start time tells it from a later one with the same number."""
@@ -22,6 +36,7 @@ class Process:
     pid: int
     parent: int
     state: str
+    """Of its main thread, or of another one if the main thread alone has ended."""
     start_time: int
     """Clock ticks since boot."""
 
@@ -34,12 +49,30 @@ class Process:
 def read_process(pid: int) -> Process | None:
     """Return one process, None if there is none. Raises `OSError` if that cannot be told."""
     try:
-        text = (_PROC / str(pid) / "stat").read_bytes()
+        words = stat_words(_PROC / str(pid) / "stat")
     except _GONE:
         return None
+    state = words[0].decode()
+    if state == "Z":
+        state = _living_state(pid) or state
+    return Process(pid=pid, parent=int(words[1]), state=state, start_time=int(words[19]))
+
+
+def stat_words(path: Path) -> list[bytes]:
+    """The words of a stat file (proc(5)) from the state on. Raises `OSError`."""
+    text = path.read_bytes()
     # The name in parentheses may hold anything, also spaces and parentheses.
-    words = text[text.rindex(b")") + 2 :].split()
-    return Process(pid=pid, parent=int(words[1]), state=words[0].decode(), start_time=int(words[19]))
+    return text[text.rindex(b")") + 2 :].split()
+
+
+def _living_state(pid: int) -> str | None:
+    """State of a thread that runs on after its main thread has ended; None if there is none."""
+    for task in _PROC.joinpath(str(pid), "task").glob("*/stat"):
+        with contextlib.suppress(*_GONE):
+            state = stat_words(task)[0].decode()
+            if state not in ("Z", "X"):
+                return state
+    return None
 
 
 def all_processes() -> dict[int, Process]:
@@ -53,12 +86,15 @@ def all_processes() -> dict[int, Process]:
 
 
 def carries_mark(pid: int, mark: str) -> bool:
-    """Whether the process was started with the generation's mark. Raises `OSError` if that cannot be told."""
-    try:
+    """Whether the process carries the generation's mark, either way. Raises `OSError` if that cannot be told."""
+    with contextlib.suppress(*_GONE):
         environment = (_PROC / str(pid) / "environ").read_bytes()
-    except _GONE:
-        return False
-    return f"{MARK_VARIABLE}={mark}".encode() in environment.split(b"\0")
+        if f"{MARK_VARIABLE}={mark}".encode() in environment.split(b"\0"):
+            return True
+    with contextlib.suppress(*_GONE):
+        limits = (_PROC / str(pid) / "limits").read_bytes()
+        return str(limit_mark(mark)).encode() in limits.split()
+    return False
 
 
 def marked(processes: Iterable[Process], mark: str) -> list[Process]:

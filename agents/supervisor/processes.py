@@ -14,7 +14,7 @@ from pathlib import Path
 
 from agents.errors import StartFailed
 from agents.policy import Account
-from agents.supervisor.process_table import MARK_VARIABLE, open_exact, read_process
+from agents.supervisor.process_table import MARK_VARIABLE, limit_mark, open_exact, read_process
 
 _STARTER = Path(__file__).with_name("starter.py")
 
@@ -44,6 +44,7 @@ class RunnerProcess:
         """Start the runner. It outlives this agent. Raises `StartFailed`."""
         order = {
             "cgroup": None if cgroup is None else str(cgroup),
+            "limit_mark": limit_mark(environment[MARK_VARIABLE]),
             "uid": account.uid,
             "gid": account.gid,
             "groups": list(account.groups),

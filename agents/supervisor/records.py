@@ -16,7 +16,7 @@ import msgspec
 from agents.durable import read_json, write_json
 from agents.errors import StateUnusable
 from agents.policy import Account
-from agents.protocol.messages import LaunchSpec, Message, StopProof
+from agents.protocol.messages import LaunchSpec, LeaseTerms, Message, StopProof
 
 
 class RunRecord(Message, frozen=True):
@@ -38,6 +38,12 @@ class RunRecord(Message, frozen=True):
     """Set when nothing of it is left."""
     detail: str = ""
     reason: str = ""
+    protocol: int = 1
+    """Of the runner; releases that knew no other wrote none."""
+    lease: LeaseTerms | None = None
+    """Terms of the lease that the runner keeps; None if it keeps none."""
+    killed_at: float | None = None
+    """When it was killed on order: what died from then on was no news."""
 
 
 @dataclass(frozen=True)

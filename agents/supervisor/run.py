@@ -21,6 +21,7 @@ from agents.policy import Account, Policy
 from agents.protocol.messages import (
     AssignmentReport,
     LaunchSpec,
+    LeaseTerms,
     Message,
     ProofKind,
     RankExited,
@@ -32,23 +33,36 @@ from agents.sensors.rank_reports import RankReport, StepSaid, parse_log_line
 from agents.supervisor.cgroups import ControlGroup, NodeGroups
 from agents.supervisor.checkpoints import is_complete
 from agents.supervisor.environment import base_environment, mark_of, rank_environment
-from agents.supervisor.events import EventTail, LineTail, RankBegan, RankEnded, RunnerEnded, RunnerEvent, RunnerStarted
-from agents.supervisor.fingerprint import Fingerprint, ask_interpreter, take_fingerprint
+from agents.supervisor.events import (
+    EventTail,
+    LeaseExpired,
+    LineTail,
+    RankBegan,
+    RankEnded,
+    RunnerEnded,
+    RunnerEvent,
+    RunnerStarted,
+)
+from agents.supervisor.fingerprint import Fingerprint, Interpreter, ask_interpreter, take_fingerprint
 from agents.supervisor.intake import Intake
+from agents.supervisor.lease import Lease, LeaseFiles
 from agents.supervisor.ports import PORT_BUSY, PortReservations
 from agents.supervisor.process_table import carries_mark
 from agents.supervisor.processes import RunnerProcess
 from agents.supervisor.records import RunRecord, RunRecords
 from agents.supervisor.stopping import Target, prove_stopped
+from agents.told import ToldGeneration
 
 log = NodeLog(__name__)
 
-RUNNER_PROTOCOL = 1
+RUNNER_PROTOCOLS = range(1, 3)
+"""Versions of `launch.json` that this agent writes. From 2 on, the runner keeps a lease."""
+_LEASE_PROTOCOL = 2
 _LOOK_AGAIN_S = 0.5
 """How often events are read without a poke; pokes may be lost."""
 _LOG_TAIL_BYTES = 1 << 20
 _LOG_SINCE_RESTART_BYTES = 8 << 20
-_REASONS = {"port_busy": PORT_BUSY, "rank_failed": "", "": ""}
+_REASONS = {"port_busy": PORT_BUSY, "rank_failed": "", "": "", "lease": "lease"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +90,10 @@ class Workplace:
     """A run has a new phase: orders that waited for it may go on."""
     progressed: Callable[[str, int, int], None]
     """(job, generation, rank) has made progress."""
+    told: Callable[[str, int], ToldGeneration]
+    """What the server has been told of a generation, also by earlier lives of this agent."""
+    contact_ns: Callable[[], int]
+    """When the newest message was sent that the server has written down (CLOCK_BOOTTIME, ns)."""
 
 
 class Run:
@@ -99,6 +117,11 @@ class Run:
         self._record: RunRecord | None = None
         self._runner: RunnerProcess | None = None
         self._runner_ended: RunnerEnded | None = None
+        self._lease: Lease | None = None
+        self._lease_wanted: LeaseTerms | None = None
+        self._lease_expired: LeaseExpired | None = None
+        self._protocol = RUNNER_PROTOCOLS[-1]
+        self._told = place.told(job, generation)
         self._port: int | None = None
         self._fingerprint: Fingerprint | None = None
         self._stop_wanted = asyncio.Event()
@@ -111,6 +134,7 @@ class Run:
             ranks=self.ranks,
             emit=place.emit,
             progressed=lambda rank: place.progressed(job, generation, rank),
+            told=self._told,
         )
 
     @property
@@ -126,10 +150,31 @@ class Run:
     def runner_pid(self) -> int | None:
         return self._runner.pid if self._runner is not None and not self._runner.ended.is_set() else None
 
-    def start(self, launch: LaunchSpec) -> None:
+    def start(self, launch: LaunchSpec, *, lease: LeaseTerms | None) -> None:
         """Everything is prepared: run, by the launch that the order now holds (with the port)."""
         self.launch = launch
+        self._lease_wanted = lease
         self._start_wanted.set()
+
+    def raise_lease(self, terms: LeaseTerms) -> None:
+        """The order holds terms of the lease; longer ones are handed to the runner."""
+        if self._lease is None:
+            return
+        try:
+            if self._lease.raise_terms(terms):
+                self._try_to_remember(lease=self._lease.terms)
+        except OSError as err:
+            # The runner then counts on less than the server does, which is the safe side.
+            log.warning("the lease of a run could not be raised", error=err, **self._fields)
+
+    def note_contact(self, sent_ns: int) -> None:
+        """The server has written down that it heard what this node sent at `sent_ns` (CLOCK_BOOTTIME)."""
+        if self._lease is None:
+            return
+        try:
+            self._lease.note_contact(sent_ns)
+        except OSError as err:
+            log.warning("contact could not be noted for a run's lease", error=err, **self._fields)
 
     def stop(self) -> None:
         """Kill it, whatever it is doing."""
@@ -140,6 +185,7 @@ class Run:
     def release(self) -> None:
         """Let go of the runner without touching it: the agent ends, training goes on."""
         self.intake.flush()
+        self._close_lease()
         if self._runner is not None:
             self._runner.release()
 
@@ -190,23 +236,25 @@ class Run:
         self.phase = SeenPhase.RUNNING
         self._group = None if record.cgroup is None else ControlGroup(Path(record.cgroup))
         self._runner = self._find_runner(record)
+        self._find_lease(record)
         log.info("run found again", alive=self._runner is not None, **self._fields)
         # The logs before the first datagram: what was said while no agent listened stands in them only.
         self._take_from_logs(self.ranks, size_bytes=_LOG_SINCE_RESTART_BYTES)
         self._read_events()
-        self._tell(SeenPhase.RUNNING, detail="Found again after the agent's restart.")
+        self._note(SeenPhase.RUNNING, detail="Found again after the agent's restart.")
 
     def adopt_ended(self, record: RunRecord) -> None:
-        """Remember a run that was proven stopped in an earlier life, and tell its story again.
+        """Remember a run that was proven stopped in an earlier life; what of it was never told is told now.
 
-        What the server had not acknowledged then is lost with that life's outbox; it drops what it holds already.
+        That is nothing as long as the outbox is sound, and the whole story if it was lost.
         """
         assert record.proof is not None
         self._record = record
         self.phase = SeenPhase.RUNNING
+        self._killed_at = record.killed_at
         for event in self._events.read():
             self._hear(event)
-        self._tell(SeenPhase.STOPPED, detail=record.detail, reason=record.reason, proof=record.proof)
+        self._note(SeenPhase.STOPPED, detail=record.detail, reason=record.reason, proof=record.proof)
 
     async def _prepare_or_stop(self) -> bool:
         """Prepare, unless the stop comes first. False if it did."""
@@ -248,8 +296,23 @@ class Run:
                 f"{interpreter} has no module everstep: install everstep into the job's environment on this node.",
                 reason="runner",
             )
+        self._protocol = self._choose_protocol(interpreter, said)
         self._fingerprint = take_fingerprint(launch, interpreter=said, driver=place.driver())
         self._tell(SeenPhase.PREPARED)
+
+    def _choose_protocol(self, interpreter: str, said: Interpreter) -> int:
+        """The newest version of `launch.json` that both sides know. Raises `CheckFailed` if there is none."""
+        if not self._place.checks_runner:
+            return RUNNER_PROTOCOLS[-1]
+        common = set(said.runner_protocols) & set(RUNNER_PROTOCOLS)
+        if not common:
+            theirs = f"{said.runner_protocols[0]} to {said.runner_protocols[-1]}" if said.runner_protocols else "none"
+            raise CheckFailed(
+                f"The runner of {interpreter} speaks protocols {theirs}; this agent speaks "
+                f"{RUNNER_PROTOCOLS[0]} to {RUNNER_PROTOCOLS[-1]}. Install an everstep of the agent's release there.",
+                reason="runner",
+            )
+        return max(common)
 
     def _check_places(self) -> None:
         """The working directory and the parent checkpoint have to be here. Raises `CheckFailed`."""
@@ -283,6 +346,8 @@ class Run:
         account = place.policy.account_for(launch)
         base = base_environment(launch, account=account, node=place.environment)
         interpreter = place.policy.interpreter_for(launch, search_path=base["PATH"])
+        terms = self._lease_wanted if self._protocol >= _LEASE_PROTOCOL else None
+        files = LeaseFiles(self._files.directory)
         environment = rank_environment(
             base,
             launch,
@@ -292,6 +357,7 @@ class Run:
             mark=self._mark,
             socket=place.socket,
             log_directory=self._files.logs,
+            lease=None if terms is None else files,
         )
         if self._group is not None:
             self._group.create()
@@ -305,9 +371,19 @@ class Run:
                 boot_id=place.boot_id,
                 uid=account.uid,
                 cgroup=None if self._group is None else str(self._group.path),
+                protocol=self._protocol,
+                lease=terms,
             )
         )
-        self._files.create(account, self._launch_file(interpreter, environment))
+        self._files.create(account, self._launch_file(interpreter, environment, lease=None if terms is None else files))
+        if terms is not None:
+            self._lease = Lease.create(
+                self._files.directory,
+                account=account,
+                ranks=launch.ranks_per_node,
+                terms=terms,
+                contact_ns=place.contact_ns(),
+            )
         if self._port is not None:
             place.ports.release(self._port)
         self._runner = self._start_runner(interpreter, account, environment)
@@ -326,10 +402,12 @@ class Run:
             log=self._files.runner_log,
         )
 
-    def _launch_file(self, interpreter: str, environment: dict[str, str]) -> dict[str, object]:
+    def _launch_file(
+        self, interpreter: str, environment: dict[str, str], *, lease: LeaseFiles | None
+    ) -> dict[str, object]:
         launch = self.launch
-        return {
-            "protocol": RUNNER_PROTOCOL,
+        content: dict[str, object] = {
+            "protocol": self._protocol,
             "job": self.job,
             "generation": self.generation,
             "plan_id": self.plan_id,
@@ -353,6 +431,11 @@ class Run:
             "log_directory": str(self._files.logs),
             "cgroup": None if self._group is None else str(self._group.path),
         }
+        if self._protocol >= _LEASE_PROTOCOL:
+            content["contact"] = None if lease is None else str(lease.contact)
+            content["progress"] = None if lease is None else str(lease.progress)
+            content["lease"] = None if lease is None else str(lease.terms)
+        return content
 
     # --- While it runs --------------------------------------------------------------------------------------------
 
@@ -367,29 +450,57 @@ class Run:
         if self._stop_wanted.is_set():
             self._read_events()
             self._tell(SeenPhase.STOPPING)
-        self._killed_at = time.time()
-        proof = await prove_stopped(
+            self._killed_at = time.time()
+        proof = self._boot_proof() or await prove_stopped(
             self._target,
             own_children=self._place.children,
             stuck=lambda words: self._tell(SeenPhase.STOPPING, detail=words),
+            unkillable=self._tell_unkillable,
         )
         self._read_events()
         self._catch_up(self.ranks)
         self._end(proof)
 
+    def _boot_proof(self) -> StopProof | None:
+        """Nothing outlives the kernel that ran it: no need to look."""
+        assert self._record is not None
+        before, now = self._record.boot_id, self._place.boot_id
+        if before == now:
+            return None
+        evidence = f"it ran in boot {before}, and this node has booted since (boot {now})"
+        return StopProof(kind=ProofKind.BOOT_CHANGED, at=time.time(), evidence=evidence)
+
+    def _tell_unkillable(self, proof: StopProof) -> None:
+        """Enough for other nodes. Here it goes on: the slots stay taken, and the better proof follows if it comes."""
+        log.error("what is left of a run is stuck in the kernel: reboot the node", proof=proof.evidence, **self._fields)
+        detail, reason = self._why_ended()
+        self._note(SeenPhase.STOPPED, detail=detail, reason=reason, proof=proof)
+        self.phase = SeenPhase.STOPPING
+        assert self.report is not None
+        self._place.emit(self.report)
+
     def _end(self, proof: StopProof) -> None:
-        detail, reason = ("", "") if self._stop_wanted.is_set() else self._why_ended()
+        detail, reason = self._why_ended()
+        self._close_lease()
         if self._runner is not None:
             self._runner.release()
             self._place.children.discard(self._runner.pid)
         if self._group is not None:
             self._group.remove()
-        self._try_to_remember(proof=proof, detail=_clip(detail), reason=reason)
+        self._try_to_remember(proof=proof, detail=_clip(detail), reason=reason, killed_at=self._killed_at)
         log.info("run is over", proof=proof.kind, killed=proof.killed, reason=reason or detail, **self._fields)
         self._tell(SeenPhase.STOPPED, detail=detail, reason=reason, proof=proof)
 
     def _why_ended(self) -> tuple[str, str]:
-        """(detail, reason) of a run that ended without being told to."""
+        """(detail, reason) of a run that ended without being told to; both empty if it was told to."""
+        if self._lease_expired is not None:
+            silent_s, limit_s = self._lease_expired.silent_s, self._lease_expired.limit_s
+            words = f"its lease ran out after {silent_s:.1f} s without contact and progress (limit {limit_s:.1f} s)"
+            return words, "lease"
+        if self._killed_at is not None:
+            return "", ""
+        if self._record is not None and self._record.boot_id != self._place.boot_id:
+            return "The node was booted while it ran.", "runner"
         ended = self._runner_ended
         if ended is not None:
             return ended.detail, _REASONS.get(ended.reason, "runner")
@@ -408,21 +519,29 @@ class Run:
     def _hear(self, event: RunnerEvent) -> None:
         match event:
             case RunnerStarted(protocol=protocol):
-                if protocol > RUNNER_PROTOCOL:
+                if protocol not in RUNNER_PROTOCOLS:
                     log.warning("the runner is newer than this agent: upgrade the agent", protocol=protocol)
             case RankBegan() if event.rank in self.ranks:
                 self.rank_pids[event.rank] = event.pid
-                self._place.emit(
-                    RankStarted(job=self.job, generation=self.generation, rank=event.rank, pid=event.pid, at=event.at)
-                )
+                if self._told.started.get(event.rank) != event.pid:
+                    self._place.emit(
+                        RankStarted(
+                            job=self.job, generation=self.generation, rank=event.rank, pid=event.pid, at=event.at
+                        )
+                    )
             case RankEnded() if event.rank in self.ranks and event.rank not in self.exited:
                 self._hear_exit(event)
+            case LeaseExpired():
+                self._lease_expired = event
+                log.warning("the lease ran out", silent_s=event.silent_s, limit_s=event.limit_s, **self._fields)
             case RunnerEnded():
                 self._runner_ended = event
 
     def _hear_exit(self, event: RankEnded) -> None:
         self.exited.add(event.rank)
-        if self._killed_at is not None and self._stop_wanted.is_set() and event.at >= self._killed_at:
+        if event.rank in self._told.exited:
+            return
+        if self._killed_at is not None and event.at >= self._killed_at:
             return  # killed by this agent, on order: no news
         self._catch_up([event.rank])
         self._place.emit(
@@ -475,6 +594,7 @@ class Run:
 
     def _give_up(self, phase: SeenPhase, detail: str, reason: str) -> None:
         self._release_port()
+        self._close_lease()
         if self._group is not None:
             self._group.remove()
         if self._record is not None and self._runner is None:
@@ -496,6 +616,20 @@ class Run:
 
     def _target(self) -> Target:
         return Target(mark=self._mark, group=self._group, runner=self.runner_pid)
+
+    def _find_lease(self, record: RunRecord) -> None:
+        if self._runner is None or record.lease is None:
+            return
+        try:
+            self._lease = Lease.open(self._files.directory, uid=record.uid, terms=record.lease)
+        except OSError as err:
+            # Its runner gets no contact then, and lives by its ranks' progress alone: the safe side.
+            log.warning("the lease of a run could not be found again", error=err, **self._fields)
+
+    def _close_lease(self) -> None:
+        if self._lease is not None:
+            self._lease.close()
+            self._lease = None
 
     def _find_runner(self, record: RunRecord) -> RunnerProcess | None:
         if record.boot_id != self._place.boot_id:
@@ -521,6 +655,13 @@ class Run:
             log.error("a run's record could not be written", error=err, **self._fields)
 
     def _tell(self, phase: SeenPhase, *, detail: str = "", reason: str = "", proof: StopProof | None = None) -> None:
+        self._note(phase, detail=detail, reason=reason, proof=proof)
+        assert self.report is not None
+        self._place.emit(self.report)
+        self._place.changed()
+
+    def _note(self, phase: SeenPhase, *, detail: str = "", reason: str = "", proof: StopProof | None = None) -> None:
+        """Take on a phase; the server hears it with all others after the next hello."""
         self.phase = phase
         self.report = AssignmentReport(
             job=self.job,
@@ -534,9 +675,10 @@ class Run:
             fingerprint=self._fingerprint.value if self._fingerprint else "",
             fingerprint_parts=self._fingerprint.parts if self._fingerprint else {},
             proof=proof,
+            boot_id=self._place.boot_id,
+            keeps_lease=self._record is not None and self._record.lease is not None,
+            launch=self.launch if phase is SeenPhase.RUNNING else None,
         )
-        self._place.emit(self.report)
-        self._place.changed()
 
     @staticmethod
     async def _first(*events: asyncio.Event, within_s: float | None = None) -> None:

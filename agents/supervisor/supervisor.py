@@ -87,6 +87,12 @@ class Supervisor:
         for key in [key for key in self._others if key not in named]:
             del self._others[key]
         self.reconcile()
+        self._raise_leases()
+
+    def note_contact(self, sent_ns: int) -> None:
+        """The server has written down that it heard what this node sent at `sent_ns` (CLOCK_BOOTTIME)."""
+        for run in self._runs.values():
+            run.note_contact(sent_ns)
 
     def reconcile(self) -> None:
         """Do what the latest order still asks for; also called when a run has changed."""
@@ -130,6 +136,12 @@ class Supervisor:
                     barred[job] = replace(high, stopped=generation)
         self._highest.merge(barred)
 
+    def _raise_leases(self) -> None:
+        for assignment in self._wanted:
+            run = self._runs.get((assignment.job, assignment.generation))
+            if run is not None and assignment.lease is not None and run.plan_id == assignment.plan_id:
+                run.raise_lease(assignment.lease)
+
     def _known(self) -> dict[Key, Known]:
         known = {key: Known(plan_id=report.plan_id, phase=report.phase) for key, report in self._others.items()}
         known.update(
@@ -154,7 +166,7 @@ class Supervisor:
                 self._runs[key] = run
                 self._spawn(run.drive())
             case Act.START if run is not None and assignment.launch is not None:
-                run.start(assignment.launch)
+                run.start(assignment.launch, lease=assignment.lease)
             case Act.STOP if run is not None and run.phase is not SeenPhase.STOPPED:
                 run.stop()
             case Act.STOP:
@@ -202,6 +214,7 @@ class Supervisor:
                 lambda: target,
                 own_children=self._place.children,
                 stuck=lambda words: self._report(assignment, SeenPhase.STOPPING, detail=words),
+                unkillable=lambda proof: self._report(assignment, SeenPhase.STOPPED, proof=proof),
             )
             if record is None and not found.killed:
                 evidence = "no process of it was started here, and none carries its mark"
@@ -228,6 +241,7 @@ class Supervisor:
             detail=detail[:4000],
             reason=reason,
             proof=proof,
+            boot_id=self._place.boot_id,
         )
         self._others[assignment.job, assignment.generation] = report
         self._place.emit(report)

@@ -19,11 +19,18 @@ router = Router(tags=["drills"])
 
 
 class DrillRequest(Request):
-    kind: str = Field(min_length=1, max_length=30, description="For example `kill-rank`.")
+    kind: str = Field(min_length=1, max_length=30, description=f"One of {', '.join(drills.DRILL_KINDS)}.")
     job: str = Field(max_length=40, pattern=r"^[\x21-\x7e]+$")
-    rank: int | None = Field(default=None, ge=0, description="None: the server picks one.")
+    rank: int | None = Field(default=None, ge=0, description="Rank to hit, or the node that it runs on.")
+    node: str | None = Field(default=None, max_length=200, description="Node to hit; by default that of the last rank.")
+    duration_s: float | None = Field(default=None, ge=0, le=600, description="By default what the kind says.")
     steps_after_save: int = Field(default=0, ge=0, description="Wait until this many steps after the last checkpoint.")
-    recovered_within_s: float = Field(default=120.0, gt=0, le=86_400, description="The promise.")
+    recovered_within_s: float = Field(
+        default=120.0, gt=0, le=86_400, description="The promise, of a kind that breaks the job."
+    )
+    allow_waiting: bool = Field(
+        default=False, description="Also where the job may then wait for a human or for the node's return."
+    )
 
 
 class DrillDocument(Document):
@@ -31,9 +38,10 @@ class DrillDocument(Document):
     kind: str
     job: str
     job_name: str
-    node: str
-    rank: int
+    node: str = Field(description="Empty where the server itself is what was broken.")
+    rank: int | None
     generation: int
+    duration_s: float
     steps_after_save: int
     state: str
     ended: bool
@@ -43,6 +51,7 @@ class DrillDocument(Document):
     requested_at: Moment
     not_after: Moment
     applied_at: Moment | None
+    undone_at: Moment | None
     ended_at: Moment | None
     incident: str | None
     result: dict[str, Any]
@@ -58,8 +67,11 @@ def trigger_drill(request: HttpRequest, body: DrillRequest) -> JsonResponse:
             kind=body.kind,
             job_id=body.job,
             rank=body.rank,
+            node=body.node,
+            duration_s=body.duration_s,
             steps_after_save=body.steps_after_save,
             recovered_within_s=body.recovered_within_s,
+            allow_waiting=body.allow_waiting,
             requested_by=by,
         )
         return DrillDocument.model_validate(queries.get_drill(drill.id))

@@ -11,17 +11,22 @@ from pydantic import Field
 from dashboard.api.callers import caller
 from dashboard.api.idempotency import once
 from dashboard.api.paging import MAX_LIMIT, Cursor, Limit, Page, page, position
-from dashboard.api.values import Document, Moment, Request
-from recovery import incidents, queries
+from dashboard.api.values import Document, Moment, ProofDocument, Request
+from recovery import breaker, incidents, queries
+from recovery.domain.awaited_fences import FenceHelp
+from recovery.domain.breaker import BreakerState
 from recovery.domain.incident import IncidentState
 from recovery.domain.receipt import Receipt
+from recovery.domain.silence import Contact
 from recovery.queries import IncidentDetail, Timeline
 
 router = Router(tags=["incidents"])
 
 
 class IncidentActionRequest(Request):
-    kind: Literal["pause", "resume", "retry", "close"]
+    kind: Literal["pause", "resume", "retry", "close", "rearm"] = Field(
+        description="`rearm` is for an incident of the control plane, the others for a job's."
+    )
 
 
 class PhaseDocument(Document):
@@ -33,10 +38,26 @@ class PhaseDocument(Document):
     over_limit: bool
 
 
+class WaitingForDocument(Document):
+    """A node without proof that the old generation is gone from it, and what would bring one."""
+
+    node: str
+    generation: int
+    contact: Contact
+    last_heard_at: Moment | None
+    silent_s: float
+    lease_ends_at: Moment | None = Field(description="Null: no lease proves anything here.")
+    helps: list[FenceHelp] = Field(description="What would bring the proof.")
+    fence_action: str | None = Field(description="State of the newest fence action since the incident began.")
+
+
 class IncidentDocument(Document):
     id: str
-    job: str
+    kind: Literal["job", "control_plane"]
+    job: str | None = Field(description="Null for an incident of the control plane.")
     job_name: str
+    nodes: list[str] = Field(description="Of the control plane: the nodes that fell silent together.")
+    fleet_size: int | None = Field(description="Of the control plane: how many nodes there were.")
     state: str
     ended: bool
     needs_human: bool
@@ -48,7 +69,7 @@ class IncidentDocument(Document):
     cause: dict[str, Any] | None
     cause_sentence: str
     reached_step: int | None
-    broken_generation: int
+    broken_generation: int | None
     generation: int | None = Field(description="The generation that replaces the broken one, once it is planned.")
     attempt: int
     escalation: str
@@ -58,6 +79,9 @@ class IncidentDocument(Document):
 
 
 class IncidentDetailDocument(IncidentDocument):
+    waiting_for: list[WaitingForDocument] = Field(description="Proofs that are missing.")
+    fences: list[ProofDocument] = Field(description="Proofs that the next generation stands on, as far as known.")
+    still_silent: list[str] = Field(description="Of the control plane: nodes that are not in contact yet.")
     receipt: dict[str, Any] | None = Field(description="As `/receipt` gives it; null before the end.")
 
 
@@ -83,11 +107,14 @@ def list_incidents(
     limit: Limit,
     cursor: Cursor,
     ended: bool | None = None,
-    state: IncidentState | None = None,
+    state: IncidentState | BreakerState | None = None,
+    kind: Literal["job", "control_plane"] | None = None,
     job: str | None = None,
 ) -> dict[str, Any]:
     """Incidents, newest first; `ended=false` keeps the open ones."""
-    found = queries.list_incidents(ended=ended, state=state, job=job, limit=limit + 1, after=position(cursor))
+    found = queries.list_incidents(
+        ended=ended, state=state, kind=kind, job=job, limit=limit + 1, after=position(cursor)
+    )
     return page(request, response, found, limit=limit, key=lambda one: [one.opened_at, one.id])
 
 
@@ -116,11 +143,14 @@ def get_receipt(request: HttpRequest, incident_id: str) -> JsonResponse:
 
 @router.post("/{incident_id}/actions", response={202: IncidentDetailDocument}, operation_id="act_on_incident")
 def act(request: HttpRequest, incident_id: str, body: IncidentActionRequest) -> JsonResponse:
-    """Pause, resume, retry or close; taken up by the next step of the recovery."""
+    """Pause, resume, retry or close, taken up by the next step of the recovery; or re-arm the breaker, at once."""
     by = caller(request).get_username()
 
     def effect() -> IncidentDetailDocument:
-        row = incidents.command_incident(incident_id, kind=body.kind, by=by)
+        if body.kind == "rearm":
+            row = breaker.rearm_breaker(incident_id, by=by)
+        else:
+            row = incidents.command_incident(incident_id, kind=body.kind, by=by)
         return IncidentDetailDocument.model_validate(queries.get_incident(row.id))
 
     return once(request, effect, status=202)

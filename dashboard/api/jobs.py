@@ -6,16 +6,35 @@ from typing import Annotated, Any, Literal
 
 from django.http import HttpRequest, HttpResponse, JsonResponse
 from ninja import Query, Router
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from dashboard.api.callers import caller
 from dashboard.api.idempotency import once
 from dashboard.api.paging import Cursor, Limit, Page, number_position, page, position
-from dashboard.api.values import Document, Moment, Request
+from dashboard.api.values import Document, Moment, ProofDocument, Request
 from recovery import jobs, queries
+from recovery.domain.silence import Contact
 from recovery.queries import JobDetail, JobMetrics
 
 router = Router(tags=["jobs"])
+
+
+class NodeRange(Request):
+    """A job that can go on with fewer nodes."""
+
+    min: int = Field(ge=1, le=10_000)
+    max: int = Field(ge=1, le=10_000)
+    multiple_of: int = Field(default=1, ge=1, le=10_000)
+
+
+class PhaseLimits(Request):
+    """Seconds without contact to the server and without progress after which ranks are killed on their node."""
+
+    setup_s: float | None = Field(default=None, ge=2, le=86_400)
+    compile_s: float | None = Field(default=None, ge=2, le=86_400)
+    step_s: float | None = Field(default=None, ge=2, le=86_400)
+    save_s: float | None = Field(default=None, ge=2, le=86_400)
+    evaluation_s: float | None = Field(default=None, ge=2, le=86_400)
 
 
 class JobRequest(Request):
@@ -26,15 +45,30 @@ class JobRequest(Request):
     working_directory: str = Field(min_length=1, max_length=4000)
     checkpoint_directory: str = Field(min_length=1, max_length=4000)
     environment: dict[str, str] = Field(default_factory=dict)
-    nodes: int = Field(default=2, ge=1, le=100_000)
+    nodes: Annotated[
+        Annotated[int, Field(ge=1, le=10_000), Tag("number")] | Annotated[NodeRange, Tag("range")],
+        Discriminator(lambda value: "range" if isinstance(value, dict | NodeRange) else "number"),
+    ] = Field(default=2, description="A number, or a range within which it may shrink.")
     ranks_per_node: int = Field(default=1, ge=1, le=1024)
     total_steps: int | None = Field(default=None, ge=1)
     user: str = Field(default="", max_length=100, description="Account to run as; empty: the agents' own.")
     stop_limit_s: float = Field(default=30.0, gt=0, le=3600)
+    synchronous: bool = Field(default=True, description="No rank finishes a step without all others.")
+    phase_limits_s: PhaseLimits = Field(default_factory=PhaseLimits)
 
 
 class JobActionRequest(Request):
     kind: Literal["stop"]
+
+
+class UnseenNodeDocument(Document):
+    """A node of the running generation that is not in contact."""
+
+    node: str
+    contact: Contact
+    since: Moment | None = Field(description="When it was last heard.")
+    silent_s: float
+    trains_on: bool = Field(description="Its ranks are known to step on, by the progress of their peers.")
 
 
 class JobDocument(Document):
@@ -48,6 +82,11 @@ class JobDocument(Document):
     last_step: int | None
     total_steps: int | None
     nodes: list[str]
+    nodes_min: int
+    nodes_max: int
+    multiple_of: int
+    unseen: list[UnseenNodeDocument]
+    behind_since: Moment | None = Field(description="Set while agents know a newer generation than the database.")
     ranks_per_node: int
     submitted_at: Moment
     started_at: Moment | None
@@ -75,6 +114,9 @@ class GenerationDocument(Document):
     fenced_at: Moment | None
     reached_step: int | None
     broken_continuity: bool
+    adopted: bool = Field(description="Not ordered by this database but found running.")
+    lease: dict[str, float] | None = Field(description="Seconds by phase; null: its runners keep no lease.")
+    proofs: list[ProofDocument]
 
 
 class CheckpointDocument(Document):
@@ -87,13 +129,15 @@ class CheckpointDocument(Document):
     parent_step: int | None
     saved_at: Moment
     save_time_s: float | None
+    after_fence: bool = Field(description="Written by a generation that was fenced already: never resumed from.")
 
 
 class JobDetailDocument(JobDocument):
     argv: list[str]
     working_directory: str
     checkpoint_directory: str
-    nodes_wanted: int
+    synchronous: bool
+    phase_limits_s: dict[str, float]
     last_checkpoint: CheckpointDocument | None
     generations: list[GenerationDocument]
     incidents_count: int
@@ -142,7 +186,8 @@ def _document(job_id: str) -> JobDetailDocument:
 def submit_job(request: HttpRequest, body: JobRequest) -> JsonResponse:
     """Submit a job; it is launched as soon as enough nodes are ready."""
     owner = caller(request).get_username()
-    return once(request, lambda: _document(jobs.submit_job(body.model_dump(), owner=owner).id), status=201)
+    spec = {**body.model_dump(), "phase_limits_s": body.phase_limits_s.model_dump(exclude_none=True)}
+    return once(request, lambda: _document(jobs.submit_job(spec, owner=owner).id), status=201)
 
 
 @router.get("", response=Page[JobDocument], operation_id="list_jobs")

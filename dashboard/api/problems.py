@@ -6,6 +6,7 @@ handler is found; `install` gives django-ninja the handlers for exceptions insid
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,16 @@ from django.http.response import HttpResponseBase
 from ninja import NinjaAPI
 from ninja.errors import AuthenticationError, HttpError, Throttled, ValidationError
 
-from recovery.errors import CommandRefused, DrillRefused, JobRefused, JoinRefused, NotFound, RecoveryError
+from recovery.errors import (
+    CommandRefused,
+    DrillRefused,
+    FenceRefused,
+    JobRefused,
+    JoinRefused,
+    NotConfirmed,
+    NotFound,
+    RecoveryError,
+)
 from recovery.ids import fresh_id
 
 logger = logging.getLogger(__name__)
@@ -48,9 +58,11 @@ _KINDS = (
     Kind("method_not_allowed", 405, "Method not allowed", "Use one of the methods in the `Allow` header."),
     Kind("drill_refused", 409, "Drill refused", "A guard forbids the drill now; `guard` names it. Try later."),
     Kind("command_refused", 409, "Command refused", "It does not fit the present state; read the state again."),
+    Kind("fence_refused", 409, "Fence refused", "The node is in contact, or waits for no proof; `detail` says which."),
     Kind("in_progress", 409, "Request in progress", "The first request with this key still runs. Try later."),
     Kind("refused", 409, "Refused", "Recovery refused the request; `detail` says why."),
     Kind("validation", 422, "Invalid request", "Correct the members that `errors` points to."),
+    Kind("not_confirmed", 422, "Not confirmed", "Send the node's exact name as `confirm`."),
     Kind("job_refused", 422, "Job refused", "Correct the job's spec as `detail` says."),
     Kind("key_reused", 422, "Idempotency-Key reused", "Use a fresh key for another request."),
     Kind("too_many_requests", 429, "Too many requests", "Wait as long as `Retry-After` says."),
@@ -74,6 +86,8 @@ _KIND_OF_REFUSAL: tuple[tuple[type[RecoveryError], str], ...] = (
     (JobRefused, "job_refused"),
     (DrillRefused, "drill_refused"),
     (JoinRefused, "join_refused"),
+    (NotConfirmed, "not_confirmed"),
+    (FenceRefused, "fence_refused"),
     (CommandRefused, "command_refused"),
     (RecoveryError, "refused"),
 )
@@ -148,18 +162,43 @@ def _on_refusal(request: HttpRequest, error: RecoveryError | type[RecoveryError]
 
 def _on_validation_error(request: HttpRequest, error: ValidationError | type[ValidationError]) -> JsonResponse:
     assert isinstance(error, ValidationError)
-    errors = [_pointed(one["loc"], one["msg"]) for one in error.errors]
+    body = _body_of(request)
+    errors = [_pointed(one["loc"], one["msg"], body) for one in error.errors]
     detail = "; ".join(f"{one.get('pointer') or one.get('parameter')}: {one['detail']}" for one in errors)
     return problem_response(request, "validation", detail, members={"errors": errors})
 
 
-def _pointed(location: Sequence[int | str], message: str) -> dict[str, str]:
+def _body_of(request: HttpRequest) -> object:
+    try:
+        return json.loads(request.body or b"null")
+    except ValueError:
+        return None
+
+
+def _pointed(location: Sequence[int | str], message: str, body: object) -> dict[str, str]:
     """Where it is wrong: a JSON pointer into the body, or the name of a parameter. Values are not repeated."""
     if location[0] == "body":
         # The second part is the name of the handler's argument, which callers do not know.
-        path = "".join(f"/{str(part).replace('~', '~0').replace('/', '~1')}" for part in location[2:])
+        path = "".join(f"/{str(part).replace('~', '~0').replace('/', '~1')}" for part in _in_body(location[2:], body))
         return {"pointer": f"#{path}", "detail": message}
     return {"parameter": str(location[-1]), "detail": message}
+
+
+def _in_body(location: Sequence[int | str], body: object) -> list[int | str]:
+    """The location without the names of alternatives, which are no part of the body."""
+    parts: list[int | str] = []
+    value = body
+    for index, part in enumerate(location):
+        if isinstance(value, dict) and (part in value or index == len(location) - 1):
+            value = value.get(part)
+        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
+            value = value[part]
+        elif isinstance(value, dict):
+            continue
+        else:
+            break
+        parts.append(part)
+    return parts
 
 
 def _on_http_error(request: HttpRequest, error: HttpError | type[HttpError]) -> JsonResponse:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, PlainSerializer, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, WithJsonSchema
+
+from agents.protocol.messages import ProofKind
 
 
 def rfc3339(at: float) -> str:
@@ -30,3 +32,14 @@ class Request(BaseModel):
     """Base of what the API takes; a member that it does not know is refused."""
 
     model_config = ConfigDict(extra="forbid")
+
+
+class ProofDocument(Document):
+    """Why nothing of a generation can act on a node any more."""
+
+    node: str
+    generation: int
+    kind: ProofKind
+    at: Moment
+    evidence: str
+    confirmed: bool = Field(description="The node's own agent has said so too.")

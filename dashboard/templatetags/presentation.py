@@ -34,12 +34,24 @@ _INCIDENT = {
     "awaiting_approval": Look("warn", "hand", "Awaiting approval", "Policy wants a person's yes before going on."),
     "waiting_for_capacity": Look("warn", "clock", "Waiting for capacity", "Too few healthy nodes are free."),
     "waiting_for_checkpoint": Look("warn", "clock", "Waiting for checkpoint", "No trusted checkpoint is there yet."),
+    "waiting_for_fence": Look(
+        "bad",
+        "fence",
+        "Waiting for a fence",
+        "A node cannot be seen, and nothing proves yet that its ranks cannot act: nothing is relaunched until then.",
+    ),
     "paused": Look("warn", "pause", "Paused", "An operator has paused this recovery."),
     "escalated": Look("bad", "hand", "Needs a human", "Everstep does not go on by itself here."),
     "recovered": Look("good", "check", "Recovered", "Training goes on."),
     "cancelled": Look("stale", "cross", "Cancelled", "The job was stopped, so that there is nothing to recover."),
     "false_alarm": Look("stale", "check", "False alarm", "Nothing was broken."),
     "closed_by_operator": Look("stale", "cross", "Closed by operator", "A person closed this incident."),
+    # Where an incident of the control plane stands.
+    "breaker_open": Look("bad", "breaker", "Breaker open", "Many nodes are silent at once; absence is not acted upon."),
+    "contact_restored": Look(
+        "warn", "breaker", "Contact restored", "The nodes are back; the breaker stays open until it is re-armed."
+    ),
+    "rearmed": Look("good", "check", "Re-armed", "An operator looked; a silent node is acted upon again."),
 }
 _JOB = {
     "pending": Look("stale", "clock", "Pending", "Accepted; not placed yet."),
@@ -55,19 +67,110 @@ _JOB = {
 _NODE = {
     "ready": Look("good", "check", "Ready", "In contact, healthy, and free."),
     "busy": Look("info", "play", "In use", "In contact, healthy, and claimed by a job."),
+    "held": Look("warn", "clock", "Held", "In contact, but not used before its agent has had its say."),
     "cordoned": Look("warn", "pause", "Cordoned", "Taken out of placement by an operator."),
     "unhealthy": Look("bad", "alert", "Unhealthy", "It has a known problem and is given no ranks."),
     "unknown": Look("stale", "question", "Unknown", "We cannot see it; that does not mean that it is dead."),
     "never joined": Look("stale", "question", "Never joined", "Its agent has never connected."),
 }
+_CONTACT = {
+    "seen": Look("good", "eye", "In contact", "Its agent is heard."),
+    "suspect": Look("warn", "clock", "Suspect", "Its agent has missed heartbeats; nothing follows from that yet."),
+    "lost": Look(
+        "bad", "unlinked", "Lost", "Its agent is silent. That alone stops no job: a second witness is needed."
+    ),
+    "unobserved": Look(
+        "stale", "question", "Unobserved", "Nobody has listened for long enough: nothing is known of its contact."
+    ),
+}
+_FENCE = {
+    "requested": Look("info", "clock", "Requested", "Stored; a worker is about to do it."),
+    "running": Look("info", "refresh", "Running", "The fence provider is being asked."),
+    "fenced": Look("good", "fence", "Fenced", "The node counts as off: what it held is proven gone."),
+    "failed": Look("bad", "cross", "Failed", "Nothing was proven; the node counts as before."),
+    "cancelled": Look("stale", "cross", "Cancelled", "It was not needed any more, and nothing was done."),
+    "contradicted": Look("bad", "alert", "Contradicted", "The node was heard again in the same boot: it was not off."),
+}
+_FENCE_KIND = {
+    "provider": Look("info", "plug", "Fence provider", "The site's own power control switched it off."),
+    "attestation": Look("info", "person", "Attestation", "An operator's word that it is powered off."),
+}
+_PROOF = {
+    "cgroup_empty": Look("good", "shield", "Control group empty", "Its control group held no process any more."),
+    "proc_scan_empty": Look("good", "shield", "No process left", "No process carried the generation's mark any more."),
+    "never_started": Look("good", "shield", "Never started", "No process of it was ever started there."),
+    "unkillable": Look(
+        "warn", "shield", "Stuck in the kernel", "What is left is being killed and never returns to user mode."
+    ),
+    "boot_changed": Look("good", "refresh", "Rebooted", "The node has booted since; nothing of before is left."),
+    "lease_expired": Look(
+        "good", "clock", "Lease ran out", "Its runner has killed its ranks by now, and a stopped peer kept them still."
+    ),
+    "provider": Look("good", "plug", "Fence provider", "The site's power control says that the node is off."),
+    "attestation": Look("good", "person", "Attestation", "An operator attests that the node is powered off."),
+}
+_HELP = {
+    "stop": Look("info", "stop", "Its own agent", "It is in contact: it stops what is left and proves it."),
+    "lease": Look("info", "clock", "Its lease", "It runs out by itself, and its runner kills its ranks before."),
+    "return": Look("stale", "refresh", "Its return", "Its agent comes back and proves it, or the node has rebooted."),
+    "provider": Look("info", "plug", "Fence provider", "The site's own power control switches the node off."),
+    "attestation": Look("warn", "person", "Your attestation", "You say that it is powered off, and how you know."),
+}
+_WITNESS = {
+    "heartbeat": Look("warn", "eye", "Heartbeat", "Its agent is silent."),
+    "peer_failed": Look("warn", "bolt", "Peers failed", "Ranks on other nodes died of a broken collective."),
+    "peer_stalled": Look("warn", "pause", "Peers stand still", "Ranks on other nodes make no progress."),
+    "probe": Look("warn", "send", "Probe", "Another node's agent gets no answer from it."),
+    "engine": Look("warn", "plug", "Engine", "A fence provider or an engine says that it is off."),
+}
+_PROBE = {
+    "reachable": Look(
+        "good", "check", "Answers", "Its kernel answered on the network; that says nothing of its agent."
+    ),
+    "unreachable": Look("bad", "unlinked", "No answer", "Its kernel did not answer within the limit."),
+    "failed": Look("stale", "question", "Not done", "The look itself did not work; it says nothing about the node."),
+    "": Look("info", "clock", "Asked", "The other node has not answered yet."),
+}
+_CAUSE = {
+    "rank_killed": Look("bad", "bolt", "Rank killed", "A rank was ended by a signal."),
+    "rank_failed": Look("bad", "cross", "Rank failed", "A rank exited with an error of its own."),
+    "early_exit": Look("bad", "stop", "Early exit", "A rank exited with code 0 before its last step."),
+    "launch_failed": Look("bad", "play", "Launch failed", "A generation could not be started."),
+    "runner_lost": Look("bad", "question", "Runner gone", "A node's runner ended; no end of a rank is known."),
+    "node_lost": Look("bad", "unlinked", "Node lost", "A node is silent, and a second witness misses it too."),
+    "node_silent": Look("warn", "question", "Out of sight", "None of the job's nodes can be seen."),
+}
+_PHASE = {
+    "setup": Look("info", "clock", "Setting up", "Until it has finished a few steps."),
+    "compile": Look("info", "clock", "Compiling", "Before its first finished step."),
+    "step": Look("info", "step", "Stepping", "It makes a training step."),
+    "save": Look("info", "receipt", "Saving", "It writes a checkpoint."),
+    "evaluation": Look("info", "eye", "Evaluating", "It evaluates, and makes no training step meanwhile."),
+}
 _DRILL = {
     "requested": Look("info", "clock", "Requested", "Stored; not yet with the agent."),
     "armed": Look("info", "clock", "Armed", "The agent holds the fault and waits for its moment."),
     "applied": Look("info", "bolt", "Applied", "The fault is done; recovery is being watched."),
+    "undone": Look("info", "refresh", "Undone", "The fault is taken back; what was promised is being watched."),
     "passed": Look("good", "check", "Passed", "The promise was kept."),
     "failed": Look("bad", "cross", "Failed", "The promise was not kept."),
     "refused": Look("warn", "hand", "Refused", "A guard or the agent's policy said no; nothing was broken."),
     "expired": Look("stale", "clock", "Expired", "It could not be applied in time; nothing was broken."),
+}
+_DRILL_KIND = {
+    "kill-rank": Look("info", "bolt", "Kill a rank", "One rank ends by SIGKILL."),
+    "kill-agent": Look("info", "plug", "Kill agent and ranks", "A node loses all that Everstep runs on it."),
+    "restart-agent": Look("info", "refresh", "Restart the agent", "Training must not notice."),
+    "freeze-node": Look("info", "pause", "Freeze a node", "A true silent loss: nothing died, nothing speaks."),
+    "partition": Look("info", "unlinked", "Cut the agent off", "Its ranks still meet those of other nodes."),
+    "isolate-node": Look("info", "fence", "Isolate a node", "Neither the server nor other ranks reach it."),
+    "server-down": Look("info", "stop", "Take the server down", "Training must not notice."),
+}
+_PROMISE = {
+    "recovered": Look(
+        "info", "shield", "Promises recovery", "The job is back within the time, and its continuity is proven."
+    ),
+    "unharmed": Look("good", "check", "Promises no harm", "The job does not notice: nothing is lost, and no incident."),
 }
 _VERDICT = {
     "bit-equal": Look("good", "check", "bit-equal", "Every replayed step is the same, bit by bit."),
@@ -80,13 +183,25 @@ _HEALTH = {
     "late": Look("bad", "alert", "Late", ""),
     "down": Look("bad", "cross", "Away", ""),
     "partial": Look("warn", "alert", "Partial", ""),
+    "slow": Look("warn", "clock", "Slow", ""),
     "none": Look("stale", "question", "None yet", ""),
 }
 LOOKS: dict[str, dict[str, Look]] = {
     "incident": _INCIDENT,
     "job": _JOB,
     "node": _NODE,
+    "contact": _CONTACT,
+    "fence": _FENCE,
+    "fence_kind": _FENCE_KIND,
+    "proof": _PROOF,
+    "help": _HELP,
+    "witness": _WITNESS,
+    "probe": _PROBE,
+    "cause": _CAUSE,
+    "phase": _PHASE,
     "drill": _DRILL,
+    "drill_kind": _DRILL_KIND,
+    "promise": _PROMISE,
     "verdict": _VERDICT,
     "health": _HEALTH,
 }
@@ -124,6 +239,19 @@ def badge(kind: str, state: str) -> SafeString:
 
 
 @register.simple_tag
+def mark(kind: str, state: str) -> SafeString:
+    """A second word beside a badge: icon and word without a ground of their own."""
+    seen = look(kind, str(state))
+    return format_html(
+        '<span class="mark-word tone-{}" title="{}">{}<span>{}</span></span>',
+        seen.tone,
+        seen.meaning,
+        icon(seen.icon),
+        seen.word,
+    )
+
+
+@register.simple_tag
 def state_word(kind: str, state: str) -> str:
     return look(kind, str(state)).word
 
@@ -131,6 +259,12 @@ def state_word(kind: str, state: str) -> str:
 @register.simple_tag
 def state_meaning(kind: str, state: str) -> str:
     return look(kind, str(state)).meaning
+
+
+@register.simple_tag
+def look_icon(kind: str, state: str) -> SafeString:
+    """The symbol of a state alone: its word stands beside it."""
+    return icon(look(kind, str(state)).icon)
 
 
 @register.simple_tag
@@ -150,6 +284,29 @@ def ago(at: float | None) -> SafeString | str:
     if at is None:
         return UNKNOWN
     return _time(at, "ago", f"{_span(max(0.0, time.time() - at))} ago")
+
+
+@register.filter
+def ticking(counted: float) -> SafeString:
+    """Seconds that the page counts on, from what has been counted already: `46 s`."""
+    since = time.time() - counted
+    return format_html(
+        '<span class="ticks" data-since="{}" data-style="span">{}</span>', f"{since:.3f}", _span(counted)
+    )
+
+
+@register.filter
+def unheard_at(counted: float, limit_s: float) -> str:
+    """When a silence that has been counted so far reaches a limit, if this page hears nothing new until then."""
+    return f"{time.time() - counted + limit_s:.3f}"
+
+
+@register.filter
+def until(at: float) -> SafeString:
+    """Seconds that are left, which the page counts down: `in 24 s`."""
+    left = at - time.time()
+    shown = f"in {_span(left)}" if left > 0 else "any moment now"
+    return format_html('<span class="ticks" data-until="{}">{}</span>', f"{at:.3f}", shown)
 
 
 @register.filter

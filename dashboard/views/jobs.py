@@ -12,8 +12,10 @@ from django.views.decorators.http import require_POST, require_safe
 from dashboard.views.page import present, signed_in
 from recovery import jobs as job_commands
 from recovery import queries
+from recovery.domain.generations import Phase
 from recovery.domain.instructions import JOB_ENDS, JobState
 from recovery.errors import CommandRefused
+from recovery.queries import JobDetail
 from recovery.queries.metrics import canonical_cuts
 
 TABLE_STEPS = 200
@@ -40,6 +42,10 @@ def job(request: HttpRequest, job_id: str) -> HttpResponse:
     context = {
         "job": seen,
         "ended": seen.state in JOB_ENDS,
+        "shrunk": bool(seen.generations) and seen.state not in JOB_ENDS and 0 < len(seen.nodes) < seen.nodes_max,
+        "heard_nodes": [name for name in seen.nodes if name not in {unseen.node for unseen in seen.unseen}],
+        "trains": all(unseen.trains_on for unseen in seen.unseen),
+        "lease": _lease(seen),
         "generations": tuple(reversed(seen.generations)),
         "checkpoints": checkpoints,
         "incidents": incidents,
@@ -68,6 +74,12 @@ def stop(request: HttpRequest, job_id: str) -> HttpResponse:
     except CommandRefused as refused:
         messages.error(request, str(refused))
     return redirect("job", job_id)
+
+
+def _lease(job: JobDetail) -> list[tuple[str, float]]:
+    """Phase and seconds of the newest generation's lease, in the order in which a rank goes through them."""
+    terms = (job.generations[-1].lease if job.generations else None) or {}
+    return [(phase.value, terms[f"{phase.value}_s"]) for phase in Phase if f"{phase.value}_s" in terms]
 
 
 def _steps(job_id: str) -> dict[str, Any]:

@@ -12,7 +12,9 @@ from django.http import Http404, HttpRequest, HttpResponse
 from django.shortcuts import render
 from django.urls import reverse
 
+from recovery import queries
 from recovery.errors import NotFound
+from recovery.queries import IncidentSummary
 
 View = Callable[..., HttpResponse]
 
@@ -51,8 +53,15 @@ def present(
     part = request.GET.get("part")
     if part is not None and part not in parts:
         raise Http404(f"The page {page} has no part {part}.")
-    template = f"{page}.html" if part is None else parts[part]
-    return render(request, template, {**context, "page": page, "now": time.time()}, status=status)
+    shown = {**context, "page": page, "now": time.time()}
+    if part is not None:
+        return render(request, parts[part], shown, status=status)
+    return render(request, f"{page}.html", shown | {"breaker": open_breaker()}, status=status)
+
+
+def open_breaker() -> IncidentSummary | None:
+    """The control-plane incident that every page must tell of."""
+    return next(iter(queries.list_incidents(ended=False, kind="control_plane", limit=1)), None)
 
 
 def whole_number(value: str | None, *, otherwise: int) -> int:

@@ -11,6 +11,7 @@ urlpatterns = [
     path("login", LoginView.as_view(template_name="login.html", redirect_authenticated_user=True), name="login"),
     path("logout", LogoutView.as_view(), name="logout"),
     path("", overview.overview, name="overview"),
+    path("banner", overview.banner, name="banner"),
     path("nodes", nodes.nodes, name="nodes"),
     path("nodes/<str:name>", nodes.node, name="node"),
     path("jobs", jobs.jobs, name="jobs"),

@@ -29,6 +29,8 @@ FIRST_PORT, PORTS_PER_NODE = 21000, 300
 JOB_NAME = "tiny-gpt"
 PROJECT = Path(__file__).resolve().parents[2]
 AGENT_PROGRAM: tuple[str, ...] = (sys.executable, "-m", "agents")
+KEEPER_MODULE = "agents.faults.keeper"
+AGENT_BACK_OFF_S = 2.0
 JOIN_LIMIT_S = 60.0
 JOB_STOP_LIMIT_S = 15.0
 
@@ -69,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
                 if client:
                     _stop_jobs(supervisor, client)
             supervisor.stop()
-            _end_training_processes(plane.home)
+            _end_processes(plane.home)
 
     return supervised(args, work)
 
@@ -84,7 +86,15 @@ def _agent(plane: ControlPlane, index: int) -> Service:
     argv += ["--simulated-gpus", "1", "--slots", "1", "--rack", "demo", "--stop-runs-on-exit"]
     argv += ["--port-range", f"{first_port}-{first_port + PORTS_PER_NODE - 1}"]
     argv += ["--policy", str(_policy_file(plane.home))]
-    return Service(name=name, argv=argv, environment=plane.environment, working_directory=plane.home, stage=2)
+    return Service(
+        name=name,
+        argv=argv,
+        environment=plane.environment,
+        working_directory=plane.home,
+        # Drills kill agents: however many in a row, the next one is there before a keeper would start it itself.
+        longest_back_off_s=AGENT_BACK_OFF_S,
+        stage=2,
+    )
 
 
 def _policy_file(home: Path) -> Path:
@@ -180,10 +190,13 @@ def _stop_jobs(supervisor: Supervisor, client: Client) -> None:
         say(f"Training could not be stopped in good order and is killed. {error}")
 
 
-def _end_training_processes(home: Path) -> None:
-    """Kill runners and ranks of this home that are still there: a demo leaves nothing behind."""
+def _end_processes(home: Path) -> None:
+    """Kill what is left of this home beside the control plane: a demo leaves nothing behind.
+
+    Runners and ranks outlive their agent; a drill's keeper outlives it too, and may have started the agent again.
+    """
     for _ in range(50):
-        left = _training_processes(home)
+        left = _processes_left(home)
         if not left:
             return
         for pid in left:
@@ -192,16 +205,20 @@ def _end_training_processes(home: Path) -> None:
         time.sleep(0.1)
 
 
-def _training_processes(home: Path) -> list[int]:
-    """Processes that carry a generation's mark and whose environment names this home."""
+def _processes_left(home: Path) -> list[int]:
+    """Agents and keepers of this home, and processes with a generation's mark whose environment names it."""
+    inside = os.fsencode(f"{home}/")
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
         try:
-            words = (entry / "environ").read_bytes()
+            marks = (entry / "environ").read_bytes()
+            words = (entry / "cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
-        if b"EVERSTEP_MARK=" in words and os.fsencode(f"{home}/") in words:
+        trains = b"EVERSTEP_MARK=" in marks and inside in marks
+        serves = b"--state" in words or KEEPER_MODULE.encode() in words
+        if trains or (serves and any(word.startswith(inside + b"agents/") for word in words)):
             found.append(int(entry.name))
     return found

@@ -35,12 +35,21 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     run.add_argument("--kind", default="kill-rank", help="what to break (default: kill-rank)")
     run.add_argument("--job", required=True, help="id of the job")
-    run.add_argument("--rank", type=int, help="rank to hit; default: the server picks one")
+    run.add_argument("--rank", type=int, help="rank to hit, or whose node to hit; default: the last one")
+    run.add_argument("--node", help="node to hit, by name")
+    run.add_argument(
+        "--duration", type=float, metavar="SECONDS", help="how long the fault lasts, where it does; default: by kind"
+    )
     run.add_argument(
         "--steps-after-save", type=int, default=0, help="wait until so many steps after a save (default: 0)"
     )
     run.add_argument(
         "--within", type=float, default=120.0, metavar="SECONDS", help="promise: recovered within this (default: 120)"
+    )
+    run.add_argument(
+        "--allow-waiting",
+        action="store_true",
+        help="also where the job may then have to wait for a human or for the node's return",
     )
     run.add_argument("--wait", action="store_true", help="follow the story to its end; exit 1 if the promise is broken")
     run.add_argument(
@@ -65,17 +74,17 @@ def run_drill(args: argparse.Namespace) -> int:
             "kind": args.kind,
             "job": args.job,
             "rank": args.rank,
+            "node": args.node,
+            "duration_s": args.duration,
+            "allow_waiting": args.allow_waiting,
             "steps_after_save": args.steps_after_save,
             "recovered_within_s": args.within,
         },
     )
     as_json = args.output == "json"
     if not as_json:
-        print(
-            f"Drill {drill['id']}: {drill['kind']} on rank {drill['rank']} of job {drill['job_name']}, "
-            f"node {drill['node']}, generation {drill['generation']}.",
-            flush=True,
-        )
+        lasts = f", for {drill['duration_s']:g} s" if drill["duration_s"] else ""
+        print(f"Drill {drill['id']}: {drill['kind']} on {target(drill)}{lasts}.", flush=True)
     if not args.wait:
         if as_json:
             print_json(drill)
@@ -121,6 +130,23 @@ def follow(
         sleep(POLL_S)
 
 
+def target(drill: dict[str, Any]) -> str:
+    """What a drill hits, in words."""
+    where = f"job {drill['job_name']}, generation {drill['generation']}"
+    if not drill["node"]:
+        return f"the server under {where}"
+    if drill["kind"] == "kill-rank":
+        return f"rank {drill['rank']} of {where}, node {drill['node']}"
+    return f"node {drill['node']} of {where}"
+
+
+def promise_words(promise: dict[str, Any]) -> str:
+    """What was promised, in words."""
+    if promise.get("kind") == "unharmed":
+        return "unharmed: no step lost, no event lost, no incident"
+    return f"recovered within {promise['recovered_within_s']:g} s, continuity proven"
+
+
 def _silent(_: dict[str, Any]) -> None:
     """JSON output is one document at the end."""
 
@@ -131,7 +157,14 @@ def print_outcome(drill: dict[str, Any], receipt: dict[str, Any] | None) -> None
         print_receipt(receipt)
     print()
     print(f"Drill {drill['state']}.{' ' + clean(drill['detail']) if drill['detail'] else ''}")
-    for reason in drill["result"].get("reasons", ()):
+    result = drill["result"]
+    if "largest_step_gap_s" in result:
+        counts = ", ".join(
+            f"{result[name]} {name.replace('_', ' ')}" for name in ("steps_lost", "events_lost", "incidents")
+        )
+        gap_s, silent_s = result["largest_step_gap_s"], result["silent_s"]
+        print(f"  {counts}; silent for {silent_s:.1f} s, longest time without a step {gap_s:.1f} s.")
+    for reason in result.get("reasons", ()):
         print(f"  {clean(str(reason))}")
 
 
@@ -146,7 +179,7 @@ def list_drills(args: argparse.Namespace) -> int:
             one["kind"],
             one["job_name"],
             one["rank"],
-            one["node"],
+            one["node"] or "(server)",
             one["state"],
             ago(one["requested_at"]),
             one["incident"],
@@ -167,16 +200,17 @@ def show_drill(args: argparse.Namespace) -> int:
     if args.output == "json":
         print_json(drill)
         return OK
-    promise = drill["promise"].get("recovered_within_s")
     print_fields(
         {
             "drill": drill["id"],
             "kind": drill["kind"],
             "job": f"{drill['job_name']} ({drill['job']})",
-            "target": f"rank {drill['rank']} on {drill['node']}, generation {drill['generation']}",
-            "promise": promise and f"recovered within {promise:g} s, continuity proven",
+            "target": target(drill),
+            "lasts": f"{drill['duration_s']:g} s" if drill["duration_s"] else None,
+            "promise": promise_words(drill["promise"]),
             "requested": f"{moment(drill['requested_at'])} by {drill['requested_by']}",
             "applied": drill["applied_at"] and moment(drill["applied_at"]),
+            "undone": drill["undone_at"] and moment(drill["undone_at"]),
             "ended": drill["ended_at"] and moment(drill["ended_at"]),
             "incident": drill["incident"],
         }

@@ -27,7 +27,7 @@ class Hold:
 
 
 def read_hold(path: Path, *, now: float, monotonic: float, say: Callable[[str], None]) -> Hold | None:
-    """Return the hold that a file asks for, None if there is none. `now` is Unix seconds.
+    """Return the hold that a file asks for, None if there is none or it is over. `now` is Unix seconds.
 
     What cannot be followed is removed and said: a drill must not take services down by accident.
     """
@@ -37,10 +37,14 @@ def read_hold(path: Path, *, now: float, monotonic: float, say: Callable[[str], 
         left_s = min(float(asked["until"]) - now, LONGEST_HOLD_S)
         if not roles or not set(roles) <= set(HOLDABLE):
             raise ValueError(f"roles are {', '.join(HOLDABLE)}")
-        return Hold(drill=str(asked["drill"]), roles=roles, left_s=left_s, ends_at=monotonic + left_s)
+        drill = str(asked["drill"])
     except FileNotFoundError:
         return None
     except (OSError, KeyError, TypeError, ValueError) as error:
         say(f"{path} asks for nothing that can be done ({error!r}) and is removed.")
         path.unlink(missing_ok=True)
         return None
+    if not left_s > 0:  # also when it is no number
+        path.unlink(missing_ok=True)
+        return None
+    return Hold(drill=drill, roles=roles, left_s=left_s, ends_at=monotonic + left_s)

@@ -1,4 +1,4 @@
-"""`everstep incident list|show`: what broke, what was done about it, and whether training really goes on."""
+"""`everstep incident list|show|rearm`: what broke, what was done about it, and whether training really goes on."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MARKS = {"fault": "!", "page": "!", "receipt": "=", "state": ">", "proof": "+", 
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser("incident", help="list and show incidents", description=__doc__)
+    parser = subparsers.add_parser("incident", help="list and show incidents; re-arm the breaker", description=__doc__)
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     listing = verbs.add_parser("list", help="list incidents, newest first")
     which = listing.add_mutually_exclusive_group()
@@ -39,7 +39,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     listing.add_argument("--limit", type=int, default=50, help="at most so many (default: 50)")
     show = verbs.add_parser("show", help="show one incident: phases, timeline, receipt")
     show.add_argument("incident", metavar="INCIDENT", help="id of the incident")
-    for verb, run in ((listing, list_incidents), (show, show_incident)):
+    rearm = verbs.add_parser("rearm", help="believe in silence again, after an incident of the control plane")
+    rearm.add_argument("incident", metavar="INCIDENT", help="id of the incident")
+    for verb, run in ((listing, list_incidents), (show, show_incident), (rearm, rearm_breaker)):
         add_access_arguments(verb)
         add_output_argument(verb)
         verb.set_defaults(run=run)
@@ -53,7 +55,7 @@ def list_incidents(args: argparse.Namespace) -> int:
     rows = [
         (
             one["id"],
-            one["job_name"],
+            one["job_name"] or "(control plane)",
             one["state"],
             one["verdict"],
             f"{ago(one['opened_at'])}{' (drill)' if one['drill'] else ''}",
@@ -93,27 +95,71 @@ def timeline(client: Client, incident: str, *, after_seq: int = 0) -> Iterator[d
 
 
 def print_incident(incident: Mapping[str, Any]) -> None:
+    of_job = incident["kind"] == "job"
     print_fields(
         {
             "incident": incident["id"],
             "state": incident["state"] + (" - a human is needed" if incident["needs_human"] else ""),
             "why": incident["escalation"],
-            "job": f"{incident['job_name']} ({incident['job']})",
+            "job": f"{incident['job_name']} ({incident['job']})" if of_job else None,
             "cause": incident["cause_sentence"],
+            "nodes": incident["nodes"],
+            "still silent": incident["still_silent"],
             "drill": incident["drill"],
             "opened": f"{moment(incident['opened_at'])}, {ago(incident['opened_at'])}",
             "broken generation": incident["broken_generation"],
             "reached step": incident["reached_step"],
             "new generation": incident["generation"],
-            "attempts": incident["attempt"],
+            "attempts": incident["attempt"] if of_job else None,
         }
     )
+    if not of_job and not incident["ended"]:
+        print(f"\nOnce you have looked: everstep incident rearm {incident['id']}")
+    if incident["waiting_for"]:
+        print("\nWaiting for proof that the old generation is gone from")
+        for one in incident["waiting_for"]:
+            print(f"  {clean(one['node'])}, generation {one['generation']}, {contact_words(one)}: {help_words(one)}")
+    if incident["fences"]:
+        print("\nFences")
+        for proof in incident["fences"]:
+            kind = proof["kind"].replace("_", " ")
+            where = f"{clean(proof['node'])}, generation {proof['generation']}"
+            print(f"  {clock(proof['at'])} + {where}: {kind} - {clean(proof['evidence'])}")
     if incident["phases"]:
         print("\nPhases")
         for phase in incident["phases"]:
             going = "" if phase["ended_at"] else " so far"
             over = f" - over its limit of {duration(phase['limit_s'])}" if phase["over_limit"] else ""
             print(f"  {clock(phase['started_at'])}  {phase['state']:<22} {duration(phase['seconds'])}{going}{over}")
+
+
+def contact_words(one: Mapping[str, Any]) -> str:
+    """`in contact`; `silent for 42.0 s`; `nobody listens`."""
+    if one["contact"] in ("suspect", "lost"):
+        return f"silent for {duration(one['silent_s'])}"
+    return "in contact" if one["contact"] == "seen" else "nobody listens"
+
+
+def help_words(one: Mapping[str, Any]) -> str:
+    """What would bring the missing proof."""
+    words = {
+        "stop": "its agent stops what is left",
+        "lease": f"its lease ends at {clock(one['lease_ends_at'])}" if one["lease_ends_at"] else "its lease ends",
+        "return": "it comes back or reboots",
+        "provider": f"everstep node fence {one['node']} --confirm {one['node']}",
+        "attestation": f"everstep node attest {one['node']} --powered-off --confirm {one['node']}",
+    }
+    said = "; or ".join(words.get(kind, kind) for kind in one["helps"])
+    return f"{said} (fence {one['fence_action']})" if one["fence_action"] else said
+
+
+def rearm_breaker(args: argparse.Namespace) -> int:
+    incident = client_from(args).post(f"incidents/{args.incident}/actions", {"kind": "rearm"})
+    if args.output == "json":
+        print_json(incident)
+    else:
+        print(f"Re-armed the breaker: incident {incident['id']} is {incident['state']}.")
+    return OK
 
 
 def print_entry(entry: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ from everstep.cli.client import OK, WrongUsage, add_access_arguments, client_fro
 from everstep.cli.output import (
     add_output_argument,
     ago,
+    duration,
     moment,
     print_fields,
     print_json,
@@ -19,6 +20,14 @@ from everstep.cli.output import (
     size,
     steps,
 )
+
+PHASES = {
+    "setup": "setup, until three steps are done",
+    "compile": 'run.phase("compile")',
+    "step": "a step",
+    "save": "a save",
+    "evaluation": 'run.phase("evaluation")',
+}
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -46,7 +55,10 @@ def _add_submit(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "later launch; of the environment, only what --env names.",
     )
     submit.add_argument("--name", help="default: the script's name")
-    submit.add_argument("--nodes", type=int, default=2, help="nodes to train on (default: 2)")
+    submit.add_argument(
+        "--nodes", default="2", metavar="N|MIN..MAX", help="nodes to train on; a range lets the job shrink (default: 2)"
+    )
+    submit.add_argument("--multiple-of", type=int, metavar="N", help="of a range, only multiples of this")
     submit.add_argument("--ranks-per-node", type=int, default=1, help="ranks of each node (default: 1)")
     submit.add_argument(
         "--checkpoint-dir", required=True, type=Path, help="folder for checkpoints that every node reaches"
@@ -56,6 +68,16 @@ def _add_submit(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     submit.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="may be repeated")
     submit.add_argument("--user", default="", help="account to run as; default: the agents' own")
     submit.add_argument("--stop-limit", type=float, default=30.0, metavar="SECONDS", help="default: 30")
+    submit.add_argument(
+        "--asynchronous", action="store_true", help="ranks finish steps without each other: no lease fences a node"
+    )
+    for phase in PHASES:
+        submit.add_argument(
+            f"--{phase}-limit",
+            type=float,
+            metavar="SECONDS",
+            help=f"ranks without contact and without progress are killed after this long in {PHASES[phase]}",
+        )
     submit.add_argument("command", nargs="+", metavar="COMMAND", help="interpreter, script and its arguments")
     _finish(submit, submit_job)
 
@@ -85,12 +107,29 @@ def job_request(args: argparse.Namespace, *, working_directory: Path) -> dict[st
         "working_directory": str(directory),
         "checkpoint_directory": str((working_directory / args.checkpoint_dir).resolve()),
         "environment": environment_from(args.env),
-        "nodes": args.nodes,
+        "nodes": node_count(args.nodes, multiple_of=args.multiple_of),
         "ranks_per_node": args.ranks_per_node,
         "total_steps": args.total_steps,
         "user": args.user,
         "stop_limit_s": args.stop_limit,
+        "synchronous": not args.asynchronous,
+        "phase_limits_s": {
+            f"{phase}_s": limit_s for phase in PHASES if (limit_s := getattr(args, f"{phase}_limit")) is not None
+        },
     }
+
+
+def node_count(text: str, *, multiple_of: int | None) -> int | dict[str, int]:
+    """`4`, or `2..4` as a range. Raises `WrongUsage`."""
+    fewest, dots, most = text.partition("..")
+    try:
+        if not dots:
+            if multiple_of is not None:
+                raise WrongUsage(f"--multiple-of goes with a range of nodes, such as --nodes 2..4, not {text!r}.")
+            return int(text)
+        return {"min": int(fewest), "max": int(most), "multiple_of": 1 if multiple_of is None else multiple_of}
+    except ValueError as err:
+        raise WrongUsage(f"--nodes {text!r} is neither a number nor a range such as 2..4.") from err
 
 
 def absolute_program(program: str, directory: Path) -> str:
@@ -162,6 +201,8 @@ def print_job(job: dict[str, Any]) -> None:
             "step": steps(job),
             "generation": job["generation"],
             "nodes": job["nodes"],
+            "may shrink to": f"{job['nodes_min']} nodes" if job["nodes_min"] < job["nodes_max"] else None,
+            "not in contact": [unseen_words(one) for one in job["unseen"]],
             "open incident": job["open_incident"],
             "last checkpoint": saved,
             "command": " ".join(job["argv"]),
@@ -187,6 +228,12 @@ def print_job(job: dict[str, Any]) -> None:
     ]
     print()
     print_table(("GEN", "NODES", "FROM", "REACHED", "PLANNED", "WANTED"), rows, empty="No generation was launched yet.")
+
+
+def unseen_words(one: dict[str, Any]) -> str:
+    """`gpu-02 (lost, silent for 42.0 s; its ranks train on)`."""
+    trains = "its ranks train on" if one["trains_on"] else "whether its ranks train is not known"
+    return f"{one['node']} ({one['contact']}, silent for {duration(one['silent_s'])}; {trains})"
 
 
 def stop_job(args: argparse.Namespace) -> int:

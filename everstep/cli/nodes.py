@@ -1,4 +1,4 @@
-"""`everstep node list|show`."""
+"""`everstep node list|show|attest|fence`."""
 
 from __future__ import annotations
 
@@ -6,20 +6,49 @@ import argparse
 from typing import Any
 
 from everstep.cli.client import OK, add_access_arguments, client_from
-from everstep.cli.output import add_output_argument, ago, duration, moment, print_fields, print_json, print_table, size
+from everstep.cli.output import (
+    add_output_argument,
+    ago,
+    clean,
+    clock,
+    duration,
+    moment,
+    print_fields,
+    print_json,
+    print_table,
+    size,
+)
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser("node", help="list and show nodes", description=__doc__)
+    parser = subparsers.add_parser("node", help="list and show nodes; call a silent one off", description=__doc__)
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     listing = verbs.add_parser("list", help="list nodes by name")
     listing.add_argument("--limit", type=int, default=1000, help="at most so many (default: 1000)")
     show = verbs.add_parser("show", help="show one node with its GPUs")
     show.add_argument("node", metavar="NODE", help="name of the node")
-    for verb, run in ((listing, list_nodes), (show, show_node)):
+    attest = verbs.add_parser(
+        "attest",
+        help="attest that a silent node is powered off",
+        description="Attest that a silent node is powered off. Jobs that wait for a proof of it are relaunched "
+        "elsewhere: if the node is on after all, a job runs twice.",
+    )
+    attest.add_argument("node", metavar="NODE", help="name of the node")
+    attest.add_argument("--powered-off", action="store_true", required=True, help="what is attested")
+    _add_confirm(attest)
+    attest.add_argument("--statement", default="", help="how that is known; kept with the proof")
+    fence = verbs.add_parser("fence", help="have the fence provider switch a silent node off")
+    fence.add_argument("node", metavar="NODE", help="name of the node")
+    _add_confirm(fence)
+    runs = ((listing, list_nodes), (show, show_node), (attest, attest_node), (fence, fence_node))
+    for verb, run in runs:
         add_access_arguments(verb)
         add_output_argument(verb)
         verb.set_defaults(run=run)
+
+
+def _add_confirm(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--confirm", required=True, metavar="NODE", help="the node's exact name once more")
 
 
 def list_nodes(args: argparse.Namespace) -> int:
@@ -28,11 +57,19 @@ def list_nodes(args: argparse.Namespace) -> int:
         print_json(nodes)
         return OK
     rows = [
-        (node["name"], node["state"], node["job_name"], gpus(node), ago(node["last_heard_at"]), node["reason"])
+        (
+            node["name"],
+            node["state"],
+            node["contact"],
+            node["job_name"],
+            gpus(node),
+            ago(node["last_heard_at"]),
+            node["reason"],
+        )
         for node in nodes
     ]
     print_table(
-        ("NODE", "STATE", "JOB", "GPUS", "LAST HEARD", "REASON"),
+        ("NODE", "STATE", "CONTACT", "JOB", "GPUS", "LAST HEARD", "REASON"),
         rows,
         empty="No node has joined. Start an agent: everstep agent --server ADDRESS --name NODE --state DIR",
     )
@@ -58,7 +95,11 @@ def show_node(args: argparse.Namespace) -> int:
             "node": node["name"],
             "state": node["state"],
             "reason": node["reason"],
+            "contact": contact_words(node),
             "last heard": ago(node["last_heard_at"]),
+            "quarantine": node["quarantine_reason"],
+            "unconfirmed": [share_words(share) for share in node["unconfirmed"]],
+            "may run": [share_words(share) for share in node["unproven"]],
             "job": node["job"] and f"{node['job']} ({node['job_name']})",
             "address": node["address"],
             "host": node["hostname"],
@@ -69,6 +110,7 @@ def show_node(args: argparse.Namespace) -> int:
             "agent": node["agent_version"],
             "joined": moment(node["joined_at"]),
             "connected": node["connected_since"] and moment(node["connected_since"]),
+            "messages lost": node["gaps"] or None,
         }
     )
     rows = [
@@ -88,6 +130,57 @@ def show_node(args: argparse.Namespace) -> int:
     print_table(
         ("GPU", "MODEL", "USE", "MEMORY", "TEMP", "POWER", "SAMPLED", "PROBLEM"), rows, empty="No GPU was seen here."
     )
+    if node["probes"]:
+        print("\nProbes by other nodes")
+        for probe in node["probes"]:
+            said = f"{probe['outcome'] or 'no answer yet'} {probe['detail']}".strip()
+            print(f"  {clock(probe['asked_at'])}  {clean(probe['prober'])}: {clean(said)}")
+    if node["fence_actions"]:
+        print("\nFences")
+        for action in node["fence_actions"]:
+            print_fence(action)
+    return OK
+
+
+def contact_words(node: dict[str, Any]) -> str:
+    """`seen`; `lost, silent for 42.0 s`."""
+    contact: str = node["contact"]
+    return f"{contact}, silent for {duration(node['silent_s'])}" if contact in ("suspect", "lost") else contact
+
+
+def share_words(share: dict[str, Any]) -> str:
+    """`generation 2 of llm-7b`, with the kind of proof where others brought one."""
+    proof = f" (fenced by {share['proof'].replace('_', ' ')})" if share["proof"] else ""
+    return f"generation {share['generation']} of {share['job_name']}{proof}"
+
+
+def print_fence(action: dict[str, Any]) -> None:
+    """One fence action: when, what, by whom, what came of it, and what for."""
+    tries = f", attempt {action['attempts']}" if action["attempts"] else ""
+    by = clean(action["requested_by"])
+    print(f"  {moment(action['requested_at'])}  {action['kind']} by {by}: {action['state']}{tries}")
+    if action["evidence"]:
+        print(f"    {clean(action['evidence'])}")
+    if action["contradicted_at"]:
+        print(f"    WRONG: the node was heard again in the same boot at {moment(action['contradicted_at'])}")
+
+
+def attest_node(args: argparse.Namespace) -> int:
+    body = {"confirm": args.confirm, "statement": args.statement}
+    action = client_from(args).post(f"nodes/{args.node}/attestations", body)
+    if args.output == "json":
+        print_json(action)
+    else:
+        print(f"Attested ({action['id']}): {clean(action['evidence'])}.")
+    return OK
+
+
+def fence_node(args: argparse.Namespace) -> int:
+    action = client_from(args).post(f"nodes/{args.node}/fence", {"confirm": args.confirm})
+    if args.output == "json":
+        print_json(action)
+    else:
+        print(f"Asked the fence provider ({action['id']}). See what comes of it: everstep node show {args.node}")
     return OK
 
 

@@ -13,8 +13,11 @@ from typing import IO, Any
 COLOURS = {"good": "32", "bad": "31", "warn": "33", "dim": "2", "bold": "1"}
 
 GOOD = {"ready", "running", "recovered", "passed", "succeeded", "bit-equal", "state-equal"}
-BAD = {"unhealthy", "failed", "escalated", "broken", "refused", "expired"}
-WARN = {"unknown", "cordoned", "recovering", "paused", "inconclusive", "awaiting_approval"}
+BAD = {"unhealthy", "failed", "escalated", "broken", "refused", "expired", "lost", "breaker_open", "waiting_for_fence"}
+WARN = {
+    "unknown", "held", "cordoned", "suspect", "unobserved", "recovering", "paused", "inconclusive",
+    "awaiting_approval", "contact_restored",
+}  # fmt: skip
 
 
 def add_output_argument(parser: argparse.ArgumentParser) -> None:

@@ -17,11 +17,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from everstep.cli.hold import Hold, read_hold
 from everstep.errors import EverstepError
 
 LOG_LIMIT_BYTES = 20_000_000
 FIRST_BACK_OFF_S = 0.25
 LONGEST_BACK_OFF_S = 10.0
+HOLD_EVERY_S = 0.2
+"""How often a drill's wish to hold services down is looked for."""
 STEADY_AFTER_S = 30.0
 """A service that ran this long starts again without delay of earlier failures."""
 
@@ -50,6 +53,7 @@ class Service:
     check: Callable[[], str] = lambda: ""
     ready_limit_s: float = 60.0
     stop_limit_s: float = 8.0
+    longest_back_off_s: float = LONGEST_BACK_OFF_S
     stage: int = 0
     """Services are stopped from the highest stage to the lowest; those of one stage together."""
 
@@ -74,11 +78,17 @@ class Supervisor:
 
     logs: Path
     say: Callable[[str], None]
+    hold_file: Path | None = None
+    """Where a drill may ask for services to be held down; see `hold`. One of an earlier start is over."""
+    _hold: Hold | None = None
     _children: list[_Child] = field(default_factory=list)
     _old_mask: set[signal.Signals] = field(default_factory=set)
 
     def __enter__(self) -> Supervisor:
         self.logs.mkdir(parents=True, exist_ok=True)
+        if self.hold_file is not None and self.hold_file.exists():
+            self.say("A drill of an earlier start held services down: that is over.")
+            self.hold_file.unlink()
         self._old_mask = {signal.Signals(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)}
         return self
 
@@ -118,9 +128,11 @@ class Supervisor:
 
     def pump(self, timeout_s: float) -> None:
         """Wait up to `timeout_s`, restarting what died. Raises `StopWanted` on a stop signal."""
-        info = signal.sigtimedwait(_WATCHED, timeout_s)
+        info = signal.sigtimedwait(_WATCHED, timeout_s if self.hold_file is None else min(timeout_s, HOLD_EVERY_S))
         if info is not None and info.si_signo in _STOP_SIGNALS:
             raise StopWanted(signal.Signals(info.si_signo).name)
+        if self.hold_file is not None:
+            self._look_at_hold(self.hold_file)
         for child in self._children:
             if child.was_ready:
                 self._look_after(child)
@@ -181,6 +193,24 @@ class Supervisor:
             self.pump(0.05)
         child.was_ready = True
 
+    def _look_at_hold(self, path: Path) -> None:
+        """Begin or end a hold, as the file says; without the file it is over."""
+        asked = read_hold(path, now=time.time(), monotonic=time.monotonic(), say=self.say)
+        if self._hold is None and asked is not None:
+            self._hold = asked
+            self.say(f"Drill {asked.drill} holds {', '.join(asked.roles)} down for {asked.left_s:.0f} s.")
+            for child in self._children:
+                if child.service.name in asked.roles and child.was_ready:
+                    _kill_group(child.process)
+                    child.restart_at, child.back_off_s = asked.ends_at, FIRST_BACK_OFF_S
+        elif self._hold is not None and (asked is None or time.monotonic() >= self._hold.ends_at):
+            self.say(f"Drill {self._hold.drill} is over: {', '.join(self._hold.roles)} start again.")
+            for child in self._children:
+                if child.service.name in self._hold.roles and child.restart_at is not None:
+                    child.restart_at = time.monotonic()
+            path.unlink(missing_ok=True)
+            self._hold = None
+
     def _look_after(self, child: _Child) -> None:
         now = time.monotonic()
         if child.restart_at is None:
@@ -194,7 +224,7 @@ class Supervisor:
                 f"in {child.back_off_s:.2g} s; see {self.logs / child.service.name}.log."
             )
             child.restart_at = now + child.back_off_s
-            child.back_off_s = min(child.back_off_s * 2, LONGEST_BACK_OFF_S)
+            child.back_off_s = min(child.back_off_s * 2, child.service.longest_back_off_s)
         elif now >= child.restart_at:
             child.process, child.started_at, child.restart_at = self._spawn(child.service), now, None
 

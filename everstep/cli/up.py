@@ -6,6 +6,7 @@ Embedded defaults: SQLite, and Valkey on a Unix socket. It starts the server's r
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
 import os
 import shutil
@@ -13,12 +14,13 @@ import socket
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
 from everstep.cli.broker import broker_service, external_broker, socket_path
+from everstep.cli.hold import HOLD_FILE, MARKER_FILE
 from everstep.cli.supervise import Service, StopWanted, Supervisor, SupervisorError
 
 HOST = "127.0.0.1"
@@ -77,7 +79,11 @@ class ControlPlane:
 def supervised(args: argparse.Namespace, work: Callable[[Supervisor, ControlPlane], None]) -> int:
     """Check the place, hold it for ourselves, do the work, and stop everything however it ends."""
     home = _checked_home(args.home)
-    with _lock_home(home), Supervisor(logs=home / "logs", say=say) as supervisor:
+    with (
+        _lock_home(home),
+        _marked_as_supervised(home),
+        Supervisor(logs=home / "logs", say=say, hold_file=home / HOLD_FILE) as supervisor,
+    ):
         try:
             work(supervisor, _plane(home, _checked_port(args.port)))
         except StopWanted:
@@ -139,6 +145,17 @@ def _lock_home(home: Path) -> TextIO:
     file.write(f"{os.getpid()}\n")
     file.flush()
     return file
+
+
+@contextlib.contextmanager
+def _marked_as_supervised(home: Path) -> Iterator[None]:
+    """Say, as long as we run, that somebody is there who can hold services down for a drill."""
+    marker = home / MARKER_FILE
+    marker.write_text(f"{os.getpid()}\n")
+    try:
+        yield
+    finally:
+        marker.unlink(missing_ok=True)
 
 
 def _checked_port(port: int) -> int:

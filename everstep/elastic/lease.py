@@ -24,6 +24,10 @@ STEPS_OF_SETUP = 3
 
 NS = 1_000_000_000
 
+SLACK_NS = NS // 2
+"""How much later than the limit a sign may seem to come: between two looks only the last of several is seen. A quarter
+of the margin that the server adds to the limit before it counts a node out."""
+
 
 class Phase(IntEnum):
     """What a rank is doing, as the number that stands in its slot of the progress file."""
@@ -107,7 +111,7 @@ def judge(held: Held, *, contact_ns: int, ranks: Sequence[Progress], terms: Term
     for moment_ns in sorted((contact_ns, progress_ns)):
         if not sign_ns < moment_ns <= now_ns:
             continue
-        if moment_ns - sign_ns > allowed_ns:
+        if moment_ns - sign_ns > allowed_ns + SLACK_NS:
             return Expired(silent_ns=moment_ns - sign_ns, limit_ns=allowed_ns)
         sign_ns = moment_ns
         if moment_ns >= progress_ns:
@@ -123,6 +127,7 @@ def longest_limit_ns(ranks: Iterable[Progress], terms: Terms) -> int:
 
 
 def _limit_s(rank: Progress, terms: Terms) -> float:
-    if rank.steps < STEPS_OF_SETUP:
-        return terms.compile_s if rank.phase == Phase.COMPILE and rank.steps == 0 else terms.setup_s
-    return terms[rank.phase] if Phase.STEP <= rank.phase <= Phase.EVALUATION else terms.step_s
+    _, phase, steps = rank
+    if steps < STEPS_OF_SETUP:
+        return terms.compile_s if phase == Phase.COMPILE and steps == 0 else terms.setup_s
+    return terms[phase] if Phase.STEP <= phase <= Phase.EVALUATION else terms.step_s

@@ -92,8 +92,10 @@ class LeaseFiles:
 
     def write_progress(self, local_rank: int, progress: Progress) -> None:
         """A disk that refuses it must not stop training: the rank then looks silent, which contact makes good."""
-        with contextlib.suppress(OSError):
+        try:
             os.pwrite(self._progress, _SLOT.pack(*progress), local_rank * _SLOT.size)
+        except OSError:
+            return
 
     def kept(self) -> Held | None:
         """The runner's last judgement; None before its first."""

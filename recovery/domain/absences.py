@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from recovery.domain.breaker import absence_is_credible
+from recovery.domain.fleet import FleetSnapshot
 from recovery.domain.generations import GenerationView, Phase
 from recovery.domain.incident import Cause, CauseKind
 from recovery.domain.silence import Contact
@@ -35,7 +36,9 @@ def missing_nodes(
 
     A synchronous job that steps has all its ranks, whatever we can see of them.
     """
-    if not absence_is_credible(situation.fleet) or _steps_on(generation, situation, now):
+    if not absence_is_credible(situation.fleet) or peers_step_on(
+        generation, situation.fleet, synchronous=situation.job.synchronous, now=now
+    ):
         return ()
     found = []
     for name in generation.plan.nodes:
@@ -59,17 +62,35 @@ def missing_nodes(
 def unseen_for_s(generation: GenerationView, situation: Situation) -> float | None:
     """For how long not one node of a generation could be seen; None if one can, or if the breaker is open.
 
-    Then nobody is there who could say whether it trains: a single node's ranks need no network to train on.
+    Then nobody is there who could say whether it trains: a single node's ranks need no network to train on. A node
+    whose ranks have done their last step has nothing to say of the others any more.
     """
     if not absence_is_credible(situation.fleet):
         return None
     silences = []
     for name in generation.plan.nodes:
+        if generation.ended_well_on(name):
+            continue
         node = situation.fleet.node(name)
         if node is None or node.contact is not Contact.LOST:
             return None
         silences.append(node.silent_s)
     return min(silences, default=None)
+
+
+def hold_up_launch(generation: GenerationView, situation: Situation) -> tuple[str, ...]:
+    """Lost nodes whose peers wait for them; asked once a launch is overdue, which makes the peers' wait the witness.
+
+    Until it has made a step, a rank's limit is that of a setup: its stalled peers would be called so far too late.
+    """
+    if not absence_is_credible(situation.fleet) or not situation.job.synchronous:
+        return ()
+    contact = {node.name: node.contact for node in situation.fleet.nodes}
+    stepped = {rank.node for rank in generation.ranks if rank.first_step_at is not None}
+    nodes = generation.plan.nodes
+    lost = tuple(name for name in nodes if contact.get(name) is Contact.LOST)
+    waiting = any(contact.get(name) is Contact.SEEN and name not in stepped for name in nodes)
+    return lost if waiting else ()
 
 
 def node_lost(missing: tuple[MissingNode, ...], cascade: tuple[int, ...] = ()) -> Cause:
@@ -95,11 +116,11 @@ def node_silent(generation: GenerationView, silent_s: float) -> Cause:
     )
 
 
-def _steps_on(generation: GenerationView, situation: Situation, now: float) -> bool:
+def peers_step_on(generation: GenerationView, fleet: FleetSnapshot, *, synchronous: bool, now: float) -> bool:
     """Whether a rank on a node in contact goes on, in a job in which none goes on alone."""
-    if not situation.job.synchronous:
+    if not synchronous:
         return False
-    seen = {node.name for node in situation.fleet.nodes if node.contact is Contact.SEEN}
+    seen = {node.name for node in fleet.nodes if node.contact is Contact.SEEN}
     return any(
         rank.node in seen
         and not rank.exited

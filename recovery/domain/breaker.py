@@ -95,15 +95,21 @@ def step_breaker(
     current: ControlPlaneIncident | None, fleet: FleetSnapshot, *, fresh_id: str, now: float
 ) -> BreakerOutcome:
     """Open a control-plane incident, follow the open one, or do nothing. `current` is the open one, if there is one."""
-    together = too_many_at_once(replace(fleet, breaker_open=False))
+    together = too_many_at_once(fleet)
     if current is None:
-        return _open(together, fleet, fresh_id, now) if together else BreakerOutcome(incident=None)
+        # Suspects alone are believed nothing of, but a stall of some seconds is no reason to wake a human either.
+        certain = any(node.contact is Contact.LOST for node in together)
+        return _open(together, fleet, fresh_id, now) if certain else BreakerOutcome(incident=None)
     silent = {node.name for node in fleet.nodes if node.contact in (Contact.SUSPECT, Contact.LOST)}
     joined = tuple(node.name for node in together if node.name not in current.nodes)
     if joined:
         grown = replace(current, nodes=(*current.nodes, *joined), state=BreakerState.OPEN)
         text = f"{join_names(joined)} fell silent too."
         return BreakerOutcome(incident=grown, entries=(_entry(EntryKind.FACT, now, text),))
+    if together and current.state is BreakerState.CONTACT_RESTORED:
+        text = f"{_short(tuple(node.name for node in together))} fell silent once more."
+        again = replace(current, state=BreakerState.OPEN)
+        return BreakerOutcome(incident=again, entries=(_entry(EntryKind.STATE, now, text),))
     unseen = [n.name for n in fleet.nodes if n.name in current.nodes and n.contact is Contact.UNOBSERVED]
     if current.state is BreakerState.OPEN and not silent & set(current.nodes) and not unseen:
         back = replace(current, state=BreakerState.CONTACT_RESTORED)

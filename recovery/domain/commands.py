@@ -15,7 +15,7 @@ from recovery.domain.instructions import (
     MarkJob,
     ReleaseNodes,
 )
-from recovery.domain.moves import Outcome, live_generation, move, stop_all, wait_for_fence
+from recovery.domain.moves import Outcome, live_generation, move, stop_all
 from recovery.domain.setbacks import past_deadline
 from recovery.domain.situation import Command, Situation
 
@@ -64,9 +64,10 @@ def _obeyed(incident: Incident, situation: Situation, command: Command, now: flo
     match command:
         case Command.PAUSE if incident.state not in (S.PAUSED, S.ESCALATED):
             return move(incident, S.PAUSED, situation, now, "Paused by an operator; nothing more is ordered.")
-        case Command.RESUME if incident.state is S.PAUSED and not incident.stop_ordered and _only_silent(incident):
+        case Command.RESUME if incident.state is S.PAUSED and _nothing_certain(incident):
             # To stop what may be healthy is nothing that a pause has decided.
-            return wait_for_fence(incident, situation, now, incident.cause.sentence if incident.cause else "")
+            afresh = replace(incident, cause=None)
+            return move(afresh, S.DETECTED, situation, now, "Resumed by an operator: looking afresh.")
         case Command.RESUME if incident.state is S.PAUSED:
             return move(incident, S.STOPPING, situation, now, "Resumed by an operator.")
         case Command.RETRY if incident.state in (S.PAUSED, S.ESCALATED):
@@ -87,8 +88,10 @@ def _obeyed(incident: Incident, situation: Situation, command: Command, now: flo
     return Outcome(incident=incident)
 
 
-def _only_silent(incident: Incident) -> bool:
-    return incident.cause is not None and incident.cause.kind is CauseKind.NODE_SILENT
+def _nothing_certain(incident: Incident) -> bool:
+    """Nothing was stopped yet, and what it was opened for is an absence, which may be over, or nothing at all."""
+    absent = incident.cause is None or incident.cause.kind in (CauseKind.NODE_LOST, CauseKind.NODE_SILENT)
+    return absent and not incident.stop_ordered and incident.plan is None
 
 
 def _close(incident: Incident, situation: Situation, now: float) -> Outcome:

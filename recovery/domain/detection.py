@@ -86,7 +86,10 @@ def _missing_node(generation: GenerationView, situation: Situation, now: float) 
 def _unseen(generation: GenerationView, situation: Situation, now: float) -> Fault | None:
     """Nothing of a job can be seen for long: a human should know, though nothing is stopped for it."""
     silent_s = unseen_for_s(generation, situation)
-    if silent_s is None or silent_s < situation.policy.unseen_s or situation.job.state is JobState.LAUNCHING:
+    if silent_s is None or silent_s < situation.policy.unseen_s:
         return None
+    job = situation.job
+    if job.state is JobState.LAUNCHING and now - job.state_since <= situation.policy.launching_s:
+        return None  # its first launch has its own limit
     cause = node_silent(generation, silent_s)
     return Fault(generation=generation.number, rank=None, at=now - silent_s, sentence=cause.sentence, node=cause.node)

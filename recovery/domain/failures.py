@@ -63,7 +63,10 @@ def _runner_lost(generation: GenerationView) -> Cause | None:
 def second_look(incident: Incident, situation: Situation, now: float) -> tuple[Incident, tuple[Entry, ...]]:
     """The cause once more, now that every old node has told what it knew: the first death heard may be an echo."""
     broken = situation.generation(incident.broken_generation)
-    told = [rank for rank in broken.ranks if rank.signal or rank.exit_code is not None] if broken else []
+    told = told_exits(broken) if broken else ()
+    if incident.cause is not None and incident.cause.rank is None:
+        # No rank's death was known when it was opened: those that came after it are our own stop's work.
+        told = tuple(rank for rank in told if (rank.exited_at or 0.0) <= incident.opened_at)
     cause = _cause_of(told, broken, situation, now) if broken else None
     if (
         cause is None
@@ -78,6 +81,11 @@ def second_look(incident: Incident, situation: Situation, now: float) -> tuple[I
         data={"rank": cause.rank, "node": cause.node, "kind": cause.kind.value, "cascade": list(cause.cascade)},
     )
     return replace(incident, cause=cause), (entry,)
+
+
+def told_exits(generation: GenerationView) -> tuple[RankView, ...]:
+    """Ranks whose end somebody saw; the others are gone because nothing of theirs was left."""
+    return tuple(rank for rank in generation.ranks if rank.signal or rank.exit_code is not None)
 
 
 def failure_of(generation: GenerationView) -> str:

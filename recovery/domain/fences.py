@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from recovery.domain.generations import FenceProof, GenerationView, ProofKind, ShareView
 from recovery.domain.instructions import RecordProof
 from recovery.domain.lease import lease_ends_at, lease_proof
+from recovery.domain.silence import Contact
 from recovery.domain.situation import Situation
 from recovery.domain.timeline import Entry, EntryKind
 
@@ -32,10 +33,16 @@ def lease_proofs(situation: Situation, now: float, *, except_generation: int | N
 
 
 def next_lease_end(situation: Situation, *, except_generation: int | None = None) -> float | None:
-    """When the last of the leases ends that stand in the way; None if one of the nodes has no lease that counts."""
+    """When the last of the leases ends that stand in the way; None if one of the nodes has no lease that counts.
+
+    Contact renews a lease: the one of a node in contact, whose processes do not die, never ends.
+    """
     ends = [
-        lease_ends_at(share, generation, situation.fleet.node(share.node), synchronous=situation.job.synchronous)
+        None
+        if node is None or node.contact is Contact.SEEN
+        else lease_ends_at(share, generation, node, synchronous=situation.job.synchronous)
         for generation, share in _open_shares(situation, except_generation)
+        for node in [situation.fleet.node(share.node)]
     ]
     known = [end for end in ends if end is not None]
     return max(known) if known and len(known) == len(ends) else None

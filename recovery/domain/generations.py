@@ -28,6 +28,8 @@ class RankView:
     node: str
     pid: int | None = None
     exited_at: float | None = None
+    exit_recorded_at: float | None = None
+    """When the server heard of it, by its own clock; `exited_at` is the agent's word, corrected."""
     exit_code: int | None = None
     signal: int | None = None
     detail: str = ""
@@ -42,6 +44,8 @@ class RankView:
     """None: it has not said."""
     progress_at: float | None = None
     """When it last finished a step or began another phase; server's clock."""
+    progress_seen_at: float | None = None
+    """When the server heard of the newest progress, by its own clock."""
     pace_s: float | None = None
     """Longest of its recent steps."""
     finished_step: int | None = None
@@ -142,11 +146,12 @@ class GenerationView:
             or (
                 self.wanted is AssignmentPhase.RUN
                 and share.seen is SeenPhase.STOPPED
-                and not self._ended_well_on(share.node)
+                and not self.ended_well_on(share.node)
             )
         )
 
-    def _ended_well_on(self, node: str) -> bool:
+    def ended_well_on(self, node: str) -> bool:
+        """Every rank of a node did its last step and exited with 0."""
         ranks = [rank for rank in self.ranks if rank.node == node]
         return len(ranks) == self.plan.ranks_per_node and all(rank.ended_well for rank in ranks)
 

@@ -57,10 +57,14 @@ def lease_ends_at(
 
 
 def peer_stopped_at(share: ShareView, generation: GenerationView) -> float | None:
-    """When the first rank of this generation on another node was proven stopped; None if none was."""
-    exits = [rank.exited_at for rank in generation.ranks if rank.exited_at is not None and rank.node != share.node]
+    """When the first of its ranks elsewhere was proven stopped, by the server's clock; None if none was."""
+    exits = [
+        rank.exit_recorded_at or rank.exited_at
+        for rank in generation.ranks
+        if rank.exited_at is not None and rank.node != share.node
+    ]
     proofs = [
-        other.proof.at
+        other.proof.recorded_at or other.proof.at
         for other in generation.shares
         if other.node != share.node and other.proof is not None and other.proof.kind not in _NO_STOP_OF_RANKS
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from recovery.domain.absences import hold_up_launch
 from recovery.domain.fences import lease_proofs, proofs_of
 from recovery.domain.generations import AssignmentPhase, GenerationView
 from recovery.domain.instructions import (
@@ -178,6 +179,10 @@ def _follow(situation: Situation, now: float) -> JobOutcome:
         share = generation.failed_shares[0]
         return _launch_failed(situation, f"{share.node}: {share.detail or share.reason or 'its runner is gone'}")
     if now - job.state_since > situation.policy.launching_s:
+        lost = hold_up_launch(generation, situation)
+        if lost:
+            why = f"contact with {join_names(lost)} was lost, and the other ranks did not train in time"
+            return _launch_failed(situation, why)
         unseen = unseen_nodes(generation.plan, situation.fleet)
         if unseen:  # a launch that cannot be seen has not failed
             why = f"No contact with {join_names(unseen)}: whether its ranks train is not known."

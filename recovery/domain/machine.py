@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from recovery.domain.absences import missing_nodes
+from recovery.domain.absences import missing_nodes, peers_step_on
 from recovery.domain.commands import cancel, obey
 from recovery.domain.continuity import VerdictKind
 from recovery.domain.endings import recovered
-from recovery.domain.failures import diagnosed, failure_of, first_hand_cause, second_look
+from recovery.domain.failures import diagnosed, failure_of, first_hand_cause, second_look, told_exits
 from recovery.domain.fences import lease_proofs, proof_entry, proofs_of
-from recovery.domain.generations import AssignmentPhase
+from recovery.domain.generations import AssignmentPhase, GenerationView
 from recovery.domain.incident import CauseKind, Incident, IncidentState
 from recovery.domain.instructions import (
     JobState,
@@ -37,6 +37,7 @@ from recovery.domain.setbacks import (
 )
 from recovery.domain.situation import Situation
 from recovery.domain.timeline import Entry, EntryKind, join_names
+from recovery.domain.witnesses import stall_limit_s
 
 S = IncidentState
 
@@ -225,7 +226,10 @@ def _perhaps_healthy(incident: Incident, situation: Situation, now: float) -> Ou
     if broken is None:
         return Outcome(incident=incident)
     stops = stop_all(situation, except_generation=None)
-    cause = first_hand_cause(broken, situation, now)
+    proofs = lease_proofs(situation, now)
+    if proofs:
+        return Outcome(incident=incident, instructions=proofs)
+    cause = first_hand_cause(replace(broken, ranks=told_exits(broken)), situation, now)
     known = replace(incident, escalation="")
     if cause is not None:
         fault = Entry(kind=EntryKind.FAULT, at=now, text=cause.sentence, data={"node": cause.node})
@@ -235,13 +239,29 @@ def _perhaps_healthy(incident: Incident, situation: Situation, now: float) -> Ou
     if broken.fenced:
         text = f"Generation {broken.number} is proven gone: recovery goes on."
         return move(known, S.STOPPING, situation, now, text, instructions=stops)
-    unseen = unseen_nodes(broken.plan, situation.fleet)
-    went_on = broken.ended_well or any((rank.progress_at or 0.0) > incident.fault_at for rank in broken.ranks)
-    if unseen or not went_on:
+    if not _trained_on(incident, broken, situation, now):
         return Outcome(incident=incident)
-    running = MarkJob(job=incident.job, state=JobState.RUNNING)
-    text = f"{join_names(broken.plan.nodes)} can be seen again, and the job has trained on: nothing was stopped."
-    return move(known, S.FALSE_ALARM, situation, now, text, instructions=(running,))
+    before = MarkJob(job=incident.job, state=JobState.RUNNING if broken.stepping else JobState.LAUNCHING)
+    unseen = unseen_nodes(broken.plan, situation.fleet)
+    seen = tuple(name for name in broken.plan.nodes if name not in unseen)
+    text = f"{join_names(seen)} can be seen again, and the job has trained on: nothing was stopped."
+    return move(known, S.FALSE_ALARM, situation, now, text, instructions=(before,))
+
+
+def _trained_on(incident: Incident, broken: GenerationView, situation: Situation, now: float) -> bool:
+    """Whether a generation that could not be seen goes on; what it did before it died in silence is no sign of that."""
+    if broken.ended_well:
+        return True
+    went_on = any(
+        (rank.progress_at or 0.0) > incident.fault_at
+        and now - (rank.progress_at or 0.0) <= stall_limit_s(rank, limits=broken.lease)
+        for rank in broken.ranks
+    )
+    return went_on and (
+        not unseen_nodes(broken.plan, situation.fleet)
+        # In a synchronous job the steps of one rank tell of all.
+        or peers_step_on(broken, situation.fleet, synchronous=situation.job.synchronous, now=now)
+    )
 
 
 _Handler = Callable[[Incident, Situation, float], Outcome]

@@ -29,6 +29,8 @@ class FenceProof:
     evidence: str
     generation: int | None = None
     """The generation that it fences."""
+    recorded_at: float | None = None
+    """When the server took it; `at` may be by a clock that is not the server's."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from recovery.domain.absences import MissingNode
+from recovery.domain.absences import MissingNode, hold_up_launch
 from recovery.domain.continuity import Verdict
 from recovery.domain.endings import make_receipt, recovered
 from recovery.domain.failures import culprits
@@ -26,6 +26,8 @@ S = IncidentState
 
 LEASE_SLACK_S = 10.0
 """After a lease's end, until its proof must be there: a few looks of the sweep."""
+LEASE_WAIT_AT_MOST_S = 300.0
+"""A lease that runs longer (that of a setup) is waited for too, but a human is told: he may know better."""
 
 
 def preparation_failed(incident: Incident, situation: Situation, generation: GenerationView, now: float) -> Outcome:
@@ -133,7 +135,7 @@ def _stop_overdue(incident: Incident, situation: Situation, now: float) -> Outco
     """No proof in time. A lease that still runs is waited for; else a human has to know that nothing moves."""
     keep = incident.plan.generation if incident.plan else None
     lease_end = next_lease_end(situation, except_generation=keep)
-    if lease_end is not None and lease_end > now:
+    if lease_end is not None and now < lease_end <= now + LEASE_WAIT_AT_MOST_S:
         return Outcome(incident=replace(incident, deadline_at=lease_end + LEASE_SLACK_S))
     nodes = [n for g in situation.generations if not g.fenced and g.number != keep for n in g.unfenced_nodes]
     why = f"No proof that the old ranks are gone from {join_names(list(dict.fromkeys(nodes)))}."
@@ -151,6 +153,11 @@ def _still_no_fence(incident: Incident, situation: Situation, now: float) -> Out
 
 def _launch_overdue(incident: Incident, situation: Situation, generation: GenerationView, now: float) -> Outcome:
     """A launch that cannot be seen has not failed: it gets more time once, and then a human looks."""
+    lost = hold_up_launch(generation, situation)
+    if lost:
+        avoided = replace(incident, avoided_nodes=(*incident.avoided_nodes, *lost))
+        why = f"contact with {join_names(lost)} was lost, and the other ranks did not train in time"
+        return replan(avoided, situation, now, why=why, costs_rung=False)
     unseen = unseen_nodes(generation.plan, situation.fleet)
     if not unseen:
         return relaunch(incident, situation, generation, now, why="its ranks did not train in time")

@@ -74,12 +74,12 @@ def witnesses(
     seen = {other.name for other in fleet.nodes if other.contact is Contact.SEEN}
     peers = [rank for rank in generation.ranks if rank.node != name and rank.node in seen]
     dead = next((rank for rank in peers if rank.died and is_echo(rank, generation.ranks)), None)
-    if dead is not None:
+    if dead is not None and not _broke_by_itself(generation.ranks):
         sentence = f"rank {dead.rank} on {dead.node} died of a broken collective"
         found.append(Witness(kind=WitnessKind.PEER_FAILED, sentence=sentence))
     living = [rank for rank in peers if not rank.exited and rank.finished_step is None]
     if synchronous and living and all(stands_still(rank, limits=generation.lease, now=now) for rank in living):
-        longest = min(now - (rank.progress_at or now) for rank in living)
+        longest = min(now - (rank.progress_seen_at or rank.progress_at or now) for rank in living)
         sentence = f"the ranks on the other nodes have made no progress for {longest:.0f} s"
         found.append(Witness(kind=WitnessKind.PEER_STALLED, sentence=sentence))
     probe = max((p for p in probes if p.node == name), key=lambda p: p.asked_at, default=None)
@@ -89,11 +89,18 @@ def witnesses(
     return tuple(found)
 
 
+def _broke_by_itself(ranks: Sequence[RankView]) -> bool:
+    """A rank's own death explains what its peers died of: then their errors say nothing of a node that is silent."""
+    told = [rank for rank in ranks if rank.died and (rank.signal or rank.exit_code is not None)]
+    return any(not is_echo(rank, ranks) for rank in told)
+
+
 def stands_still(rank: RankView, *, limits: LeaseLimits | None, now: float) -> bool:
     """Whether a rank has made no progress for longer than its phase allows. A rank that never spoke is not judged."""
-    if rank.progress_at is None:
+    seen_at = rank.progress_seen_at or rank.progress_at
+    if seen_at is None:
         return False
-    return now - rank.progress_at > stall_limit_s(rank, limits=limits)
+    return now - seen_at > stall_limit_s(rank, limits=limits)
 
 
 def stall_limit_s(rank: RankView, *, limits: LeaseLimits | None) -> float:

@@ -80,6 +80,11 @@ class Migration(migrations.Migration):
         ),
         migrations.AddField(
             model_name="drill",
+            name="away_s",
+            field=models.FloatField(default=0.0),
+        ),
+        migrations.AddField(
+            model_name="drill",
             name="before",
             field=models.JSONField(default=dict),
         ),
@@ -244,6 +249,16 @@ class Migration(migrations.Migration):
         migrations.AddConstraint(
             model_name="stray",
             constraint=models.UniqueConstraint(fields=("node", "job", "number"), name="one_stray_per_node"),
+        ),
+        migrations.AddField(
+            model_name="rankrow",
+            name="progress_seen_at",
+            field=models.FloatField(null=True),
+        ),
+        migrations.AddField(
+            model_name="rankrow",
+            name="exit_recorded_at",
+            field=models.FloatField(null=True),
         ),
         migrations.RunPython(confirm_old_proofs, migrations.RunPython.noop),
     ]

@@ -33,6 +33,8 @@ class Drill(models.Model):
     not_after = models.FloatField()
     applied_at = models.FloatField(null=True)
     undone_at = models.FloatField(null=True)
+    away_s = models.FloatField(default=0.0)
+    """Time in which the control plane did not look: no limit of the drill counts it."""
     ended_at = models.FloatField(null=True)
     result = models.JSONField(default=dict)
 

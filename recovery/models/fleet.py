@@ -93,7 +93,7 @@ class FenceAction(models.Model):
     kind = models.CharField(max_length=20)
     """`provider` or `attestation`."""
     state = models.CharField(max_length=20)
-    """requested -> running -> fenced | failed; an attestation is `fenced` at once."""
+    """requested -> running -> fenced | failed | cancelled; an attestation is `fenced` at once."""
     boot_id = models.CharField(max_length=200, blank=True)
     """Boot of the node that it is about."""
     requested_by = models.CharField(max_length=150)
@@ -101,6 +101,7 @@ class FenceAction(models.Model):
     attempts = models.IntegerField(default=0)
     started_at = models.FloatField(null=True)
     ended_at = models.FloatField(null=True)
+    """When it, or its last attempt, ended."""
     evidence = models.TextField(blank=True)
     contradicted_at = models.FloatField(null=True)
     """The node was heard again in the same boot: it was not off."""

@@ -108,10 +108,14 @@ class RankRow(models.Model):
     phase = models.CharField(max_length=20, blank=True)
     phase_at = models.FloatField(null=True)
     progress_at = models.FloatField(null=True)
-    """When it last finished a step or began another phase."""
+    """When it last finished a step or began another phase, by its agent's word."""
+    progress_seen_at = models.FloatField(null=True)
+    """When the server took the newest word of progress; no clock but its own is trusted to call a rank stalled."""
     pace_s = models.FloatField(null=True)
     """Longest of its recent steps."""
     exited_at = models.FloatField(null=True)
+    exit_recorded_at = models.FloatField(null=True)
+    """When the server took the word of it: an agent's clock may be wrong, and leases count from here."""
     exit_code = models.IntegerField(null=True)
     signal = models.IntegerField(null=True)
     detail = models.TextField(blank=True)

@@ -12,6 +12,7 @@ from recovery.queries.incidents import (
     Phase,
     Timeline,
     TimelineView,
+    WaitingFor,
     get_incident,
     incident_receipt,
     incident_timeline,
@@ -22,12 +23,25 @@ from recovery.queries.jobs import (
     GenerationSummary,
     JobDetail,
     JobSummary,
+    ProofView,
+    UnseenNode,
     get_job,
     job_checkpoints,
     list_jobs,
 )
 from recovery.queries.metrics import JobMetrics, MetricPoint, MetricSeries, canonical_cuts, job_metrics
-from recovery.queries.nodes import GpuView, NodeDetail, NodeState, NodeSummary, get_node, list_nodes
+from recovery.queries.nodes import (
+    FenceActionView,
+    GpuView,
+    NodeDetail,
+    NodeState,
+    NodeSummary,
+    ProbeLook,
+    ShareView,
+    get_fence_action,
+    get_node,
+    list_nodes,
+)
 from recovery.queries.overview import ControlPlane, Overview, overview
 from recovery.queries.page import Position
 
@@ -35,6 +49,7 @@ __all__ = [
     "CheckpointView",
     "ControlPlane",
     "DrillView",
+    "FenceActionView",
     "GenerationSummary",
     "GpuView",
     "IncidentDetail",
@@ -50,10 +65,16 @@ __all__ = [
     "Overview",
     "Phase",
     "Position",
+    "ProbeLook",
+    "ProofView",
+    "ShareView",
     "Timeline",
     "TimelineView",
+    "UnseenNode",
+    "WaitingFor",
     "canonical_cuts",
     "get_drill",
+    "get_fence_action",
     "get_incident",
     "get_job",
     "get_node",

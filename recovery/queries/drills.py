@@ -18,6 +18,7 @@ class DrillView:
     job: str
     job_name: str
     node: str
+    """Empty where the server itself is what was broken."""
     rank: int | None
     """None where a drill is not about one rank."""
     generation: int
@@ -25,16 +26,20 @@ class DrillView:
     state: str
     ended: bool
     detail: str
+    duration_s: float
+    """After this long the fault is undone; 0 where nothing lasts."""
     promise: dict[str, Any]
-    """{"recovered_within_s": seconds, "continuity": "proven"}"""
+    """{"kind": "recovered", "recovered_within_s": seconds, "continuity": "proven"} or {"kind": "unharmed"}; with
+    "allow_waiting": true if the asker knew that the job might wait."""
     requested_by: str
     requested_at: float
     not_after: float
     applied_at: float | None
+    undone_at: float | None
     ended_at: float | None
     incident: str | None
     result: dict[str, Any]
-    """{"passed": bool, "reasons": [...], "incident": id, ...} once the drill has ended, else empty."""
+    """{"passed": bool, "reasons": [...], "incident": id or None, and numbers} once the drill has ended, else empty."""
 
 
 def list_drills(
@@ -82,11 +87,13 @@ def _views(rows: Sequence[Drill]) -> tuple[DrillView, ...]:
             state=row.state,
             ended=row.ended,
             detail=row.detail,
+            duration_s=row.duration_s,
             promise=row.promise,
             requested_by=row.requested_by,
             requested_at=row.requested_at,
             not_after=row.not_after,
             applied_at=row.applied_at,
+            undone_at=row.undone_at,
             ended_at=row.ended_at,
             incident=incidents.get(row.id),
             result=row.result,

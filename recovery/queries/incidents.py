@@ -9,14 +9,33 @@ from typing import Any
 
 from django.db.models import Count
 
+from recovery.domain.awaited_fences import FenceHelp, awaited_fences
+from recovery.domain.breaker import BreakerState
 from recovery.domain.incident import ENDS, IncidentState
 from recovery.domain.policy import Policy
+from recovery.domain.silence import Contact
 from recovery.errors import NotFound
-from recovery.models import IncidentRow, TimelineEntry
+from recovery.fence_providers import configured_provider
+from recovery.models import FenceAction, IncidentRow, TimelineEntry
+from recovery.queries.jobs import ProofView, proofs_of
 from recovery.queries.moment import moment
 from recovery.queries.page import Position
+from recovery.store.situations import CONTROL_PLANE, load_fleet, load_generations
 
-NEEDS_HUMAN = frozenset({IncidentState.ESCALATED, IncidentState.AWAITING_APPROVAL, IncidentState.PAUSED})
+NEEDS_HUMAN: frozenset[str] = frozenset(
+    {
+        IncidentState.ESCALATED.value,
+        IncidentState.AWAITING_APPROVAL.value,
+        IncidentState.PAUSED.value,
+        IncidentState.WAITING_FOR_FENCE.value,
+        BreakerState.OPEN.value,
+        BreakerState.CONTACT_RESTORED.value,
+    }
+)
+
+WAITS_FOR_FENCES = frozenset(
+    {IncidentState.DETECTED.value, IncidentState.STOPPING.value, IncidentState.WAITING_FOR_FENCE.value}
+)
 
 LIMITS_S: dict[str, float] = {state.value: limit_s for state, limit_s in Policy().deadlines_s.items()}
 
@@ -37,11 +56,36 @@ class Phase:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WaitingFor:
+    """A node without proof that the old generation is gone from it, and what would bring one."""
+
+    node: str
+    generation: int
+    contact: Contact
+    last_heard_at: float | None
+    silent_s: float
+    lease_ends_at: float | None
+    """None: no lease proves anything here."""
+    helps: tuple[FenceHelp, ...]
+    fence_action: str | None
+    """State of the newest fence action on the node since the incident began: requested, running, fenced, failed or
+    cancelled. None: there was none."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class IncidentSummary:
     id: str
-    job: str
+    kind: str
+    """job, or control_plane: too many nodes fell silent at once, so that none of it is believed."""
+    job: str | None
+    """None for one of the control plane."""
     job_name: str
+    nodes: tuple[str, ...]
+    """Of the control plane: the nodes that fell silent together. Empty for a job's."""
+    fleet_size: int | None
+    """Of the control plane: how many nodes there were."""
     state: str
+    """A job's: see `IncidentState`. The control plane's: breaker_open, contact_restored, rearmed."""
     ended: bool
     needs_human: bool
     drill: str | None
@@ -54,7 +98,8 @@ class IncidentSummary:
     """The domain's `Cause` as JSON: kind, rank, node, sentence, tied_with, cascade."""
     cause_sentence: str
     reached_step: int | None
-    broken_generation: int
+    broken_generation: int | None
+    """None for one of the control plane."""
     generation: int | None
     """The generation that replaces the broken one, once it is planned."""
     attempt: int
@@ -89,7 +134,13 @@ class Timeline:
 @dataclass(frozen=True, kw_only=True)
 class IncidentDetail(IncidentSummary):
     body: dict[str, Any]
-    """The domain's `Incident` as JSON."""
+    """The domain's `Incident` (or `ControlPlaneIncident`) as JSON."""
+    waiting_for: tuple[WaitingFor, ...]
+    """Proofs that are missing while it stops the old generation or waits for a fence."""
+    fences: tuple[ProofView, ...]
+    """The proofs that the next generation stands on, as far as they are there."""
+    still_silent: tuple[str, ...]
+    """Of the control plane: those of its nodes that are not in contact yet."""
     receipt: dict[str, Any] | None
     """The domain's `Receipt` as JSON."""
 
@@ -98,6 +149,7 @@ def list_incidents(
     *,
     ended: bool | None = None,
     state: str | None = None,
+    kind: str | None = None,
     job: str | None = None,
     limit: int | None = None,
     after: Position | None = None,
@@ -109,6 +161,8 @@ def list_incidents(
         rows = rows.filter(ended=ended)
     if state is not None:
         rows = rows.filter(state=state)
+    if kind is not None:
+        rows = rows.filter(kind=kind)
     if job is not None:
         rows = rows.filter(job_id=job)
     if after is not None:
@@ -124,8 +178,58 @@ def get_incident(incident_id: str, *, now: float | None = None) -> IncidentDetai
     return IncidentDetail(
         **_summary(row, states[row.id], entries_count=counts.get(row.id, 0), now=now),
         body=row.body,
+        waiting_for=_waiting_for(row, now=now),
+        fences=_fences(row),
+        still_silent=_still_silent(row, now=now),
         receipt=row.receipt,
     )
+
+
+def _waiting_for(row: IncidentRow, *, now: float) -> tuple[WaitingFor, ...]:
+    job = row.job
+    if job is None or row.ended or row.state not in WAITS_FOR_FENCES:
+        return ()
+    awaited = awaited_fences(
+        load_generations(job),
+        load_fleet(now),
+        synchronous=bool(job.spec.get("synchronous", True)),
+        provider=configured_provider() is not None,
+        except_generation=(row.body.get("plan") or {}).get("generation"),
+    )
+    actions: dict[str, str] = dict(
+        FenceAction.objects.filter(node__name__in=[one.node for one in awaited], requested_at__gte=row.opened_at)
+        .order_by("requested_at")
+        .values_list("node__name", "state")
+    )
+    return tuple(
+        WaitingFor(
+            node=one.node,
+            generation=one.generation,
+            contact=one.contact,
+            last_heard_at=one.last_heard_at,
+            silent_s=one.silent_s,
+            lease_ends_at=one.lease_ends_at,
+            helps=one.helps,
+            fence_action=actions.get(one.node),
+        )
+        for one in awaited
+    )
+
+
+def _fences(row: IncidentRow) -> tuple[ProofView, ...]:
+    """Proofs of the generations from the broken one up to the one that replaces it."""
+    if row.job_id is None:
+        return ()
+    planned = (row.body.get("plan") or {}).get("generation")
+    proofs = proofs_of(row.job_id, from_generation=int(row.body["broken_generation"]))
+    return tuple(proof for proof in proofs if planned is None or proof.generation < planned)
+
+
+def _still_silent(row: IncidentRow, *, now: float) -> tuple[str, ...]:
+    if row.kind != CONTROL_PLANE or row.ended:
+        return ()
+    seen = {node.name for node in load_fleet(now).nodes if node.contact is Contact.SEEN}
+    return tuple(name for name in row.body["nodes"] if name not in seen)
 
 
 def incident_receipt(incident_id: str) -> dict[str, Any]:
@@ -170,7 +274,7 @@ def phases_of(changes: Iterable[tuple[str, float]], *, now: float) -> tuple[Phas
     phases: list[Phase] = []
     entered = list(changes)
     for index, (state, started_at) in enumerate(entered):
-        if state in ENDS:
+        if state in ENDS or not state:  # an incident of the control plane has no phases
             continue
         ended_at = entered[index + 1][1] if index + 1 < len(entered) else None
         until = now if ended_at is None else ended_at
@@ -214,10 +318,14 @@ def _summary(
 ) -> dict[str, Any]:
     body: dict[str, Any] = row.body
     cause = body.get("cause")
+    control_plane = row.kind == CONTROL_PLANE
     return {
         "id": row.id,
+        "kind": row.kind,
         "job": row.job_id,
         "job_name": row.job.name if row.job else "",
+        "nodes": tuple(body["nodes"]) if control_plane else (),
+        "fleet_size": int(body["fleet_size"]) if control_plane else None,
         "state": row.state,
         "ended": row.ended,
         "needs_human": row.state in NEEDS_HUMAN,
@@ -227,9 +335,9 @@ def _summary(
         "state_since": float(body.get("state_since", row.opened_at)),
         "deadline_at": None if row.ended else row.deadline_at,
         "cause": cause,
-        "cause_sentence": str(cause["sentence"]) if cause else "",
+        "cause_sentence": _many_silent(body) if control_plane else str(cause["sentence"]) if cause else "",
         "reached_step": body.get("reached_step"),
-        "broken_generation": int(body.get("broken_generation", 0)),
+        "broken_generation": None if control_plane else int(body.get("broken_generation", 0)),
         "generation": (body.get("plan") or {}).get("generation"),
         "attempt": int(body.get("attempt", 0)),
         "escalation": str(body.get("escalation", "")),
@@ -238,3 +346,7 @@ def _summary(
         "phases": phases_of(states, now=now if row.ended_at is None else row.ended_at),
         "entries_count": entries_count,
     }
+
+
+def _many_silent(body: dict[str, Any]) -> str:
+    return f"{len(body['nodes'])} of {body['fleet_size']} nodes fell silent at once; no job is stopped for it."

@@ -7,11 +7,46 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from django.db.models import F, OuterRef, Q, Subquery
+from django.db.models import F, OuterRef, Q, QuerySet, Subquery
 
+from agents.protocol.messages import AssignmentPhase
+from recovery.domain.absences import peers_step_on
+from recovery.domain.fleet import FleetSnapshot
+from recovery.domain.silence import Contact
 from recovery.errors import NotFound
-from recovery.models import CheckpointRow, GenerationRow, IncidentRow, Job, RankRow
+from recovery.models import CheckpointRow, GenerationRow, IncidentRow, Job, RankRow, ShareRow
+from recovery.queries.moment import moment
 from recovery.queries.page import Position
+from recovery.store.situations import generation_view, load_fleet
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnseenNode:
+    """A node of the running generation that is not in contact."""
+
+    node: str
+    contact: Contact
+    """suspect, lost or unobserved."""
+    since: float | None
+    """When it was last heard."""
+    silent_s: float
+    """Seconds of silence that count."""
+    trains_on: bool
+    """Its ranks are known to step on: a rank on a node in contact does, and none of a synchronous job steps alone.
+    False: not known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProofView:
+    """Why nothing of a generation can act on a node any more."""
+
+    node: str
+    generation: int
+    kind: str
+    at: float
+    evidence: str
+    confirmed: bool
+    """The node's own agent has said so too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +63,16 @@ class JobSummary:
     total_steps: int | None
     nodes: tuple[str, ...]
     """Nodes of the newest generation, in order of node rank."""
+    nodes_min: int
+    nodes_max: int
+    """It wants this many nodes, and goes on with `nodes_min` if there are no more."""
+    multiple_of: int
+    """Its number of nodes is always a multiple of this."""
+    unseen: tuple[UnseenNode, ...]
+    """Nodes of the running generation without contact; empty if nothing should run."""
+    behind_since: float | None
+    """An agent knows a newer generation than this database, a restored backup: nothing is concluded before it is known
+    what runs. None: it does not."""
     ranks_per_node: int
     submitted_at: float
     started_at: float | None
@@ -61,6 +106,13 @@ class GenerationSummary:
     reached_step: int | None
     """Highest step that any of its ranks completed."""
     broken_continuity: bool
+    adopted: bool
+    """Not ordered by this database but found running."""
+    lease: dict[str, float] | None
+    """Seconds without contact and without progress after which its runners kill their ranks, by phase (`step_s` and
+    so on); None: they keep no lease."""
+    proofs: tuple[ProofView, ...]
+    """Why it is gone from each of its nodes, as far as that is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +126,8 @@ class CheckpointView:
     parent_step: int | None
     saved_at: float
     save_time_s: float | None
+    after_fence: bool
+    """Written by a generation that was fenced already: never resumed from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +135,9 @@ class JobDetail(JobSummary):
     argv: tuple[str, ...]
     working_directory: str
     checkpoint_directory: str
-    nodes_wanted: int
+    synchronous: bool
+    phase_limits_s: dict[str, float]
+    """What the spec asks for; the rest are defaults."""
     spec: dict[str, Any]
     last_checkpoint: CheckpointView | None
     generations: tuple[GenerationSummary, ...]
@@ -90,29 +146,30 @@ class JobDetail(JobSummary):
 
 
 def list_jobs(
-    *, state: str | None = None, limit: int | None = None, after: Position | None = None
+    *, state: str | None = None, limit: int | None = None, after: Position | None = None, now: float | None = None
 ) -> tuple[JobSummary, ...]:
-    """Jobs, newest first; four queries."""
+    """Jobs, newest first; fifteen queries at most."""
     rows = Job.objects.order_by("-submitted_at", "-id")
     if state is not None:
         rows = rows.filter(state=state)
     if after is not None:
         rows = rows.filter(after.further("submitted_at"))
-    return summarize_jobs(list(rows[:limit]))
+    return summarize_jobs(list(rows[:limit]), now=moment(now))
 
 
-def get_job(job_id: str) -> JobDetail:
+def get_job(job_id: str, *, now: float | None = None) -> JobDetail:
     """One job with its generations. Raises `NotFound`."""
     row = find_job(job_id)
-    (summary,) = _summaries([row])
+    (summary,) = _summaries([row], now=moment(now))
     spec: dict[str, Any] = row.spec
-    checkpoint = CheckpointRow.objects.filter(job=row).order_by("-generation_number", "-step").first()
+    checkpoint = _usable_checkpoints().filter(job=row).order_by("-generation_number", "-step").first()
     return JobDetail(
         **summary,
         argv=tuple(spec.get("argv", ())),
         working_directory=str(spec.get("working_directory", "")),
         checkpoint_directory=str(spec.get("checkpoint_directory", "")),
-        nodes_wanted=_most_nodes(spec),
+        synchronous=bool(spec.get("synchronous", True)),
+        phase_limits_s=dict(spec.get("phase_limits_s") or {}),
         spec=spec,
         last_checkpoint=None if checkpoint is None else _checkpoint(checkpoint),
         generations=_generations(row),
@@ -120,9 +177,12 @@ def get_job(job_id: str) -> JobDetail:
     )
 
 
-def _most_nodes(spec: dict[str, Any]) -> int:
+def _node_range(spec: dict[str, Any]) -> tuple[int, int, int]:
+    """(fewest, most, multiple of)."""
     nodes = spec.get("nodes", 0)
-    return int(nodes["max"]) if isinstance(nodes, dict) else int(nodes)
+    if isinstance(nodes, dict):
+        return int(nodes["min"]), int(nodes["max"]), int(nodes.get("multiple_of", 1))
+    return int(nodes), int(nodes), 1
 
 
 def job_checkpoints(
@@ -146,18 +206,20 @@ def find_job(job_id: str) -> Job:
     return job
 
 
-def summarize_jobs(rows: Sequence[Job]) -> tuple[JobSummary, ...]:
-    """Summaries of rows; three queries for all of them."""
-    return tuple(JobSummary(**summary) for summary in _summaries(rows))
+def summarize_jobs(rows: Sequence[Job], *, now: float) -> tuple[JobSummary, ...]:
+    """Summaries of rows; a fixed number of queries for all of them."""
+    return tuple(JobSummary(**summary) for summary in _summaries(rows, now=now))
 
 
-def _summaries(rows: Sequence[Job]) -> list[dict[str, Any]]:
+def _summaries(rows: Sequence[Job], *, now: float) -> list[dict[str, Any]]:
     ids = [row.id for row in rows]
     if not ids:
         return []
     plans = _newest_plans(ids)
     incidents = dict(IncidentRow.objects.filter(job__in=ids, ended=False).values_list("job_id", "id"))
     checkpoints = _newest_checkpoint_steps(ids)
+    unseen = _unseen_nodes(rows, now=now)
+    ranges = {row.id: _node_range(row.spec) for row in rows}
     return [
         {
             "id": row.id,
@@ -170,6 +232,11 @@ def _summaries(rows: Sequence[Job]) -> list[dict[str, Any]]:
             "last_step": row.last_step,
             "total_steps": row.total_steps,
             "nodes": tuple(plans.get(row.id, {}).get("nodes", ())),
+            "nodes_min": ranges[row.id][0],
+            "nodes_max": ranges[row.id][1],
+            "multiple_of": ranges[row.id][2],
+            "unseen": unseen.get(row.id, ()),
+            "behind_since": row.behind_since,
             "ranks_per_node": int(row.spec.get("ranks_per_node", 1)),
             "submitted_at": row.submitted_at,
             "started_at": row.started_at,
@@ -182,6 +249,43 @@ def _summaries(rows: Sequence[Job]) -> list[dict[str, Any]]:
     ]
 
 
+def _unseen_nodes(rows: Sequence[Job], *, now: float) -> dict[str, tuple[UnseenNode, ...]]:
+    """For each job, the nodes of its running generation that are not in contact."""
+    newest = GenerationRow.objects.filter(job=OuterRef("job")).order_by("-number").values("number")[:1]
+    running = GenerationRow.objects.filter(
+        job__in=[row.id for row in rows], number=Subquery(newest), wanted=AssignmentPhase.RUN.value
+    )
+    fleet = load_fleet(now)
+    silent = {node.name: node for node in fleet.nodes if node.contact is not Contact.SEEN}
+    affected = [row for row in running if set(row.plan.get("nodes", ())) & set(silent)]
+    if not affected:
+        return {}
+    synchronous = {row.id: bool(row.spec.get("synchronous", True)) for row in rows}
+    return {
+        row.job_id: _unseen_of(row, fleet, synchronous=synchronous[row.job_id], now=now)
+        for row in GenerationRow.objects.filter(pk__in=[row.pk for row in affected]).prefetch_related(
+            "shares__node", "ranks__node"
+        )
+    }
+
+
+def _unseen_of(row: GenerationRow, fleet: FleetSnapshot, *, synchronous: bool, now: float) -> tuple[UnseenNode, ...]:
+    generation = generation_view(row)
+    trains_on = peers_step_on(generation, fleet, synchronous=synchronous, now=now)
+    nodes = [node for name in generation.plan.nodes if (node := fleet.node(name)) is not None]
+    return tuple(
+        UnseenNode(
+            node=node.name,
+            contact=node.contact,
+            since=node.last_heard_at,
+            silent_s=node.silent_s,
+            trains_on=trains_on,
+        )
+        for node in nodes
+        if node.contact is not Contact.SEEN
+    )
+
+
 def _newest_plans(ids: Sequence[str]) -> dict[str, dict[str, Any]]:
     newest = GenerationRow.objects.filter(job=OuterRef("job")).order_by("-number").values("number")[:1]
     rows = GenerationRow.objects.filter(job__in=ids, number=Subquery(newest))
@@ -189,9 +293,14 @@ def _newest_plans(ids: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def _newest_checkpoint_steps(ids: Sequence[str]) -> dict[str, int]:
-    newest = CheckpointRow.objects.filter(job=OuterRef("job")).order_by("-generation_number", "-step").values("pk")[:1]
+    newest = _usable_checkpoints().filter(job=OuterRef("job")).order_by("-generation_number", "-step").values("pk")[:1]
     rows = CheckpointRow.objects.filter(job__in=ids, pk=Subquery(newest))
     return dict(rows.values_list("job_id", "step"))
+
+
+def _usable_checkpoints() -> QuerySet[CheckpointRow]:
+    """Without those that were written by a generation that was fenced already."""
+    return CheckpointRow.objects.filter(after_fence=False)
 
 
 def _generations(job: Job) -> tuple[GenerationSummary, ...]:
@@ -202,14 +311,49 @@ def _generations(job: Job) -> tuple[GenerationSummary, ...]:
         first_steps[number].append(first_step_at)
         if last_step is not None:
             reached[number] = max(last_step, reached.get(number, 0))
+    proofs: dict[int, list[ProofView]] = defaultdict(list)
+    for proof in proofs_of(job.id):
+        proofs[proof.generation].append(proof)
     return tuple(
-        _generation(row, first_steps=first_steps[row.number], reached_step=reached.get(row.number))
+        _generation(
+            row,
+            first_steps=first_steps[row.number],
+            reached_step=reached.get(row.number),
+            proofs=proofs[row.number],
+        )
         for row in GenerationRow.objects.filter(job=job).order_by("number")
     )
 
 
+def proofs_of(job_id: str, *, from_generation: int = 1) -> tuple[ProofView, ...]:
+    """Proofs of a job's generations that ran, oldest first."""
+    shares = ShareRow.objects.filter(
+        generation__job=job_id,
+        generation__number__gte=from_generation,
+        generation__run_ordered_at__isnull=False,
+        proof__isnull=False,
+    ).select_related("generation", "node")
+    return tuple(_proof(share) for share in shares.order_by("generation__number", "node_rank"))
+
+
+def _proof(share: ShareRow) -> ProofView:
+    proof: dict[str, Any] = share.proof or {}
+    return ProofView(
+        node=share.node.name,
+        generation=share.generation.number,
+        kind=str(proof.get("kind", "")),
+        at=float(proof.get("at", 0.0)),
+        evidence=str(proof.get("evidence", "")),
+        confirmed=share.confirmed_at is not None,
+    )
+
+
 def _generation(
-    row: GenerationRow, *, first_steps: Sequence[float | None], reached_step: int | None
+    row: GenerationRow,
+    *,
+    first_steps: Sequence[float | None],
+    reached_step: int | None,
+    proofs: Sequence[ProofView],
 ) -> GenerationSummary:
     plan: dict[str, Any] = row.plan
     parent = plan.get("parent") or {}
@@ -235,6 +379,9 @@ def _generation(
         fenced_at=row.fenced_at,
         reached_step=reached_step,
         broken_continuity=row.broken_continuity,
+        adopted=row.adopted,
+        lease=row.lease,
+        proofs=tuple(proofs),
     )
 
 
@@ -249,4 +396,5 @@ def _checkpoint(row: CheckpointRow) -> CheckpointView:
         parent_step=row.parent_step,
         saved_at=row.saved_at,
         save_time_s=row.save_time_s,
+        after_fence=row.after_fence,
     )

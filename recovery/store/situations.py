@@ -248,6 +248,7 @@ def _rank_view(row: RankRow) -> RankView:
         node=row.node.name,
         pid=row.pid,
         exited_at=row.exited_at,
+        exit_recorded_at=row.exit_recorded_at,
         exit_code=row.exit_code,
         signal=row.signal,
         detail=row.detail,
@@ -259,6 +260,7 @@ def _rank_view(row: RankRow) -> RankView:
         last_step=row.last_step,
         phase=Phase(row.phase) if row.phase else None,
         progress_at=row.progress_at,
+        progress_seen_at=row.progress_seen_at,
         pace_s=row.pace_s,
         finished_step=row.finished_step,
     )

@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from agents.protocol.messages import Assignment, AssignmentPhase, LaunchSpec
+from agents.protocol.messages import Assignment, AssignmentPhase, LaunchSpec, LeaseTerms
 from tests.fakes.agent_server import JOIN_TOKEN, FakeAgentServer
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -109,6 +109,7 @@ class AgentProcess:
         parent: tuple[int, int] | None = None,
         argv: list[str] | None = None,
         user: str = "",
+        lease: LeaseTerms | None = None,
         **environment: str,
     ) -> Assignment:
         """One generation of `job-1`; environment variables steer the stub runner's ranks."""
@@ -135,4 +136,5 @@ class AgentProcess:
             plan_id=plan_id or f"plan-{generation}",
             phase=phase,
             launch=None if phase is AssignmentPhase.STOP else launch,
+            lease=lease,
         )

@@ -26,6 +26,7 @@ from agents.protocol.messages import (
     Hello,
     Message,
     Order,
+    ProbeOrder,
     SeenPhase,
     Welcome,
 )
@@ -43,12 +44,18 @@ class FakeAgentServer:
         self.refuse_with: int | None = None
         """Close code for every new connection, after its hello."""
         self.clock_offset_s = 0.0
+        self.grants_lease = False
+        self.beats: list[float] = []
+        """When each heartbeat was answered (CLOCK_BOOTTIME, seconds)."""
+        self.probes: Sequence[ProbeOrder] = ()
         self.credentials: dict[str, str] = {}
         self.joins: list[dict[str, str]] = []
         self.hellos: list[Hello] = []
         self.durable: list[tuple[str, int, FromAgent]] = []
         """(outbox id, sequence number, message), each once, as a real server would store them."""
         self.transient: list[FromAgent] = []
+        self.accepted = 0
+        """TCP connections so far, whatever became of them."""
         self.repeats = 0
         self.errors: list[ProtocolError] = []
         self.revision = 0
@@ -99,7 +106,12 @@ class FakeAgentServer:
         self.push(self.current_order())
 
     def current_order(self) -> Order:
-        return Order(revision=self.revision, assignments=list(self._assignments), faults=list(self._faults))
+        return Order(
+            revision=self.revision,
+            assignments=list(self._assignments),
+            faults=list(self._faults),
+            probes=list(self.probes),
+        )
 
     def push(self, message: Message) -> None:
         for writer, protocol in self._connections.items():
@@ -129,6 +141,7 @@ class FakeAgentServer:
     # --- The two doors ---
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.accepted += 1
         try:
             head = await reader.readuntil(b"\r\n\r\n")
             if head.startswith(b"POST"):
@@ -199,9 +212,11 @@ class FakeAgentServer:
             case Heartbeat():
                 self.transient.append(message)
                 now = time.time() + self.clock_offset_s
-                self._send(
-                    writer, protocol, encode_frame(HeartbeatReply(at=now, echo_at=message.at, revision=self.revision))
+                self.beats.append(time.clock_gettime(time.CLOCK_BOOTTIME))
+                reply = HeartbeatReply(
+                    at=now, echo_at=message.at, revision=self.revision, grants_lease=self.grants_lease
                 )
+                self._send(writer, protocol, encode_frame(reply))
             case _ if seq == 0:
                 self.transient.append(message)
             case _:

@@ -2,7 +2,11 @@
 
 What the ranks do is chosen by the job's environment: STUB_STEPS (end well after that many), STUB_STEP_S (seconds for
 each step), STUB_SAVE_EVERY, STUB_GHOST (a file: a grandchild that nothing gentle ends writes its process id there),
-STUB_EXIT (code of rank 0 after three steps), STUB_MUTE (rank 0 sends nothing, it only logs).
+STUB_EXIT (code of rank 0 after three steps), STUB_MUTE (rank 0 sends nothing, it only logs), STUB_TALK (a directory:
+ranks 0 and 1 talk to each other over TCP as `talking_rank` says), STUB_HANG (a file that rank 0 reads after three
+steps), STUB_STUBBORN (rank 0 ignores SIGTERM and has a child in a session of its own that does), STUB_PHASES (ranks
+tell that they save), STUB_LEASE_EXPIRED (after so many seconds the runner says that its lease ran out, kills its ranks
+and ends).
 """
 
 import json
@@ -12,8 +16,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+
+import talking_rank
 
 
 def main() -> None:
@@ -44,7 +51,7 @@ def run(directory: Path) -> None:
         events.write(json.dumps({"kind": kind, "at": time.time(), **fields}) + "\n")
         send(launch, kind="poke")
 
-    tell("runner_started", pid=os.getpid(), protocol=1)
+    tell("runner_started", pid=os.getpid(), protocol=launch["protocol"])
     ranks = {}
     for number in range(launch["first_rank"], launch["first_rank"] + launch["ranks_per_node"]):
         process = subprocess.Popen(
@@ -56,8 +63,15 @@ def run(directory: Path) -> None:
         ranks[os.pidfd_open(process.pid)] = (number, process)
         tell("rank_started", rank=number, pid=process.pid)
     failed = False
+    expires_s = float(os.environ.get("STUB_LEASE_EXPIRED", "0")) or None
     while ranks:
-        for descriptor in select.select(list(ranks), [], [])[0]:
+        ready = select.select(list(ranks), [], [], expires_s)[0]
+        if not ready:
+            tell("lease_expired", silent_s=21.25, limit_s=15.0)
+            expires_s = None
+            for _, process in ranks.values():
+                process.kill()
+        for descriptor in ready:
             number, process = ranks.pop(descriptor)
             code = process.wait()
             failed = failed or code != 0
@@ -69,7 +83,8 @@ def run(directory: Path) -> None:
                 signal=-code if code < 0 else None,
                 detail="",
             )
-    tell("runner_ended", reason="rank_failed" if failed else "", detail="")
+    expired = "STUB_LEASE_EXPIRED" in os.environ and expires_s is None
+    tell("runner_ended", reason="lease" if expired else "rank_failed" if failed else "", detail="")
 
 
 def rank(directory: Path, number: int) -> None:
@@ -87,11 +102,24 @@ def rank(directory: Path, number: int) -> None:
 
     if "STUB_GHOST" in os.environ and number == 0:
         haunt(Path(os.environ["STUB_GHOST"]))
+    if "STUB_TALK" in os.environ:
+        role = "connect" if number else "listen"
+        talk = (role, Path(os.environ["STUB_TALK"]), f"rank-{number}")
+        threading.Thread(target=talking_rank.main, args=talk, daemon=True).start()
+    if "STUB_STUBBORN" in os.environ and number == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+        subprocess.Popen([sys.executable, "-c", stubborn], start_new_session=True)
     start = launch["parent_step"] or 0
     tell("resumed", step=start, total_steps=steps, deterministic=True, live_digest={"model": "00"})
     for step in range(start + 1, steps + 1):
         time.sleep(float(os.environ.get("STUB_STEP_S", "0.02")))
         tell("step", step=step, loss=1.0 / step, learning_rate=0.1, span_start=step * 4, span_stop=step * 4 + 4)
+        if "STUB_HANG" in os.environ and number == 0 and step == start + 3:
+            Path(os.environ["STUB_HANG"]).read_bytes()
+        if "STUB_PHASES" in os.environ and step % 10 == 0:
+            tell("phase", phase="save")
+            tell("phase", phase="step")
         if number == 0 and step % int(os.environ.get("STUB_SAVE_EVERY", "20")) == 0:
             save(launch, step)
             tell("saved", step=step, directory="somewhere", size_bytes=1, world_size=launch["world_size"])

@@ -10,6 +10,7 @@ from agents.protocol.messages import (
     CheckpointSaved,
     FromAgent,
     Hello,
+    HighestGeneration,
     NodeFacts,
     ProofKind,
     RankExited,
@@ -22,8 +23,9 @@ from agents.protocol.messages import (
     StopProof,
 )
 from recovery import ingest, sessions
-from recovery.models import Node
+from recovery.models import Node, Observer
 
+OBSERVER = "obs-tests"
 DIGEST = {"model": "m1", "optimizer": "o1", "scheduler": "s1", "sampler": "p1", "rng": "r1"}
 
 
@@ -35,6 +37,7 @@ class ToldNode:
     row: Node
     session: str
     seq: int = 0
+    connections: int = 1
 
     def tell(self, *facts: FromAgent) -> None:
         """Store facts as the consumer would, in one batch."""
@@ -51,19 +54,48 @@ class ToldFleet:
 
     job: str
     nodes: dict[str, ToldNode] = field(default_factory=dict)
+    silent: set[str] = field(default_factory=set)
 
     @classmethod
     def of(cls, job: str, *names: str) -> ToldFleet:
         fleet = cls(job=job)
         for name in names:
-            row, _ = Node.objects.get_or_create(name=name, defaults={"joined_at": time.time()})
-            hello = Hello(
-                protocol=1, agent_version="0.1.0", node=name, boot_id=f"boot-{name}", outbox_id=f"box-{name}-{job}",
-                facts=NodeFacts(slots=1, gpu_model="Simulated GPU", gpu_count=1),
-            )  # fmt: skip
-            sessions.begin_session(row.pk, hello, session=f"ses-{name}")
-            fleet.nodes[name] = ToldNode(name=name, row=row, session=f"ses-{name}")
+            fleet.connect(name)
+        fleet.beat()
         return fleet
+
+    def connect(self, name: str, *, boot: str = "", highest: list[HighestGeneration] | None = None) -> None:
+        """A node says hello, for the first time or again."""
+        row, _ = Node.objects.get_or_create(name=name, defaults={"joined_at": time.time()})
+        hello = Hello(
+            protocol=2, agent_version="0.2.0", node=name, boot_id=boot or f"boot-{name}",
+            outbox_id=f"box-{name}-{self.job}", highest=highest or [],
+            facts=NodeFacts(slots=1, gpu_model="Simulated GPU", gpu_count=1),
+        )  # fmt: skip
+        known = self.nodes.get(name)
+        number = 1 if known is None else known.connections + 1
+        session = f"ses-{name}-{number}"
+        seq = sessions.begin_session(row.pk, hello, session=session, observer=OBSERVER)
+        self.nodes[name] = ToldNode(name=name, row=row, session=session, seq=seq, connections=number)
+        self.silent.discard(name)
+
+    def beat(self) -> None:
+        """The web process writes whom it hears: all but those that are silent."""
+        now = time.time()
+        heard = {node.row.pk: now for node in self.nodes.values() if node.name not in self.silent}
+        sessions.record_heard(
+            heard, observer=OBSERVER, since=now - 3600.0, lag_s=0.0, offsets={}, revisions=dict.fromkeys(heard, 0)
+        )
+
+    def fall_silent(self, *names: str, for_s: float = 15.0) -> None:
+        """Nodes that were last heard so many seconds ago, by an observer that listened all the while."""
+        self.silent.update(names)
+        Node.objects.filter(name__in=names).update(last_heard_at=time.time() - for_s)
+        self.beat()
+
+    def forget_observers(self) -> None:
+        """As after a restart of the web process: nobody has listened yet."""
+        Observer.objects.all().delete()
 
     def report(self, name: str, generation: int, plan_id: str, phase: SeenPhase, **more: object) -> None:
         proof = None
@@ -112,12 +144,19 @@ class ToldFleet:
         )  # fmt: skip
 
     def die(
-        self, name: str, generation: int, rank: int, *, signal: int | None = 9, exit_code: int | None = None
+        self,
+        name: str,
+        generation: int,
+        rank: int,
+        *,
+        signal: int | None = 9,
+        exit_code: int | None = None,
+        detail: str = "",
     ) -> None:
         self.nodes[name].tell(
             RankExited(
                 job=self.job, generation=generation, rank=rank, pid=1000 + rank, at=time.time(), signal=signal,
-                exit_code=exit_code,
+                exit_code=exit_code, detail=detail,
             )
         )  # fmt: skip
 

@@ -17,6 +17,7 @@ from recovery.models import (
     IncidentRow,
     Job,
     Node,
+    Observer,
     RankRow,
     ShareRow,
     StepRow,
@@ -47,9 +48,18 @@ class Caller:
         return self.client.post(path, body, content_type="application/json", headers=headers)
 
 
+OBSERVER = "web-1"
+
+
+def make_observer(now: float) -> None:
+    """The web process that hears every node that is made here; it beat at this moment."""
+    Observer.objects.update_or_create(name=OBSERVER, defaults={"since": now - 3600, "beat_at": now})
+
+
 def make_node(name: str, *, now: float | None = None, **fields: Any) -> Node:
-    """A node in contact."""
+    """A node in contact, and the observer that hears it."""
     now = time.time() if now is None else now
+    make_observer(now)
     return Node.objects.create(
         **{
             "name": name,
@@ -57,6 +67,7 @@ def make_node(name: str, *, now: float | None = None, **fields: Any) -> Node:
             "session": f"ses-{name}",
             "connected_since": now - 50,
             "last_heard_at": now - 1,
+            "observer": OBSERVER,
             "facts": {"gpu_count": 1, "gpu_model": "Simulated", "slots": 1, "simulated_gpus": True},
             **fields,
         }
@@ -140,6 +151,29 @@ def make_incident(job: Job, incident_id: str = "inc_a", *, opened_at: float = T0
     }
     return IncidentRow.objects.create(
         **{"id": incident_id, "job": job, "state": "detected", "opened_at": opened_at, "body": body, **fields}
+    )
+
+
+def make_control_plane_incident(incident_id: str = "inc_plane", **fields: Any) -> IncidentRow:
+    """The breaker was opened: two of three nodes fell silent at once."""
+    body = {
+        "id": incident_id,
+        "state": "breaker_open",
+        "opened_at": T0,
+        "silent_since": T0 - 10,
+        "nodes": ["gpu-01", "gpu-02"],
+        "fleet_size": 3,
+    }
+    return IncidentRow.objects.create(
+        **{
+            "id": incident_id,
+            "kind": "control_plane",
+            "job": None,
+            "state": "breaker_open",
+            "opened_at": T0,
+            "body": body,
+            **fields,
+        }
     )
 
 

@@ -8,6 +8,7 @@ import os
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -38,7 +39,10 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 
 class Generation:
-    """One generation of a job on `nodes` nodes of this machine, one rank each."""
+    """One generation of a job on `nodes` nodes of this machine, one rank each unless said otherwise.
+
+    terms: of the lease that its runners keep; None for none.
+    """
 
     def __init__(
         self,
@@ -50,8 +54,12 @@ class Generation:
         parent: tuple[int, int] | None = None,
         port: int | None = None,
         environment: dict[str, str] | None = None,
+        ranks_per_node: int = 1,
+        terms: dict[str, float] | None = None,
         **changes: Any,
     ) -> None:
+        self.ranks_per_node = ranks_per_node
+        self.terms = terms
         self.directories = [root / f"node-{node}" / str(number) for node in range(nodes)]
         self.mark = f"job-{uuid.uuid4()}:{number}:plan-{number}"
         """Its own for each test: an agent elsewhere on this machine kills what carries its marks."""
@@ -62,7 +70,7 @@ class Generation:
         for node, directory in enumerate(self.directories):
             directory.mkdir(parents=True)
             launch = {
-                "protocol": 1,
+                "protocol": 2,
                 "job": "job-1",
                 "generation": number,
                 "plan_id": f"plan-{number}",
@@ -72,9 +80,9 @@ class Generation:
                 "run_id": f"run-{number}",
                 "node_rank": node,
                 "node_count": nodes,
-                "ranks_per_node": 1,
-                "first_rank": node,
-                "world_size": nodes,
+                "ranks_per_node": ranks_per_node,
+                "first_rank": node * ranks_per_node,
+                "world_size": nodes * ranks_per_node,
                 "master_address": "127.0.0.1",
                 "master_port": port if port is not None else 0,
                 "checkpoint_directory": str(root / "checkpoints"),
@@ -85,9 +93,35 @@ class Generation:
                 "stop_limit_s": 5,
                 "log_directory": str(directory / "logs"),
                 "cgroup": None,
+                **({"contact": None, "progress": None, "lease": None} if terms is None else self._lease(node)),
                 **changes,
             }
             (directory / "launch.json").write_text(json.dumps(launch))
+
+    def _lease(self, node: int) -> dict[str, str]:
+        paths = {name: str(self.directories[node] / name) for name in ("contact", "progress")}
+        Path(paths["progress"]).write_bytes(bytes(16 * self.ranks_per_node))
+        self.renew(node)
+        self.change_terms(node, self.terms or {})
+        return {**paths, "lease": str(self.directories[node] / "lease.json")}
+
+    def renew(self, node: int) -> None:
+        """What an agent does when the server has answered its heartbeat."""
+        fd = os.open(self.directories[node] / "contact", os.O_WRONLY | os.O_CREAT, 0o600)
+        os.pwrite(fd, time.clock_gettime_ns(time.CLOCK_BOOTTIME).to_bytes(8, "little"), 0)
+        os.close(fd)
+
+    def change_terms(self, node: int, terms: dict[str, float]) -> None:
+        aside = self.directories[node] / "lease.json.tmp"
+        aside.write_text(json.dumps(terms))
+        aside.rename(self.directories[node] / "lease.json")
+
+    def slot(self, rank: int) -> tuple[int, int, int]:
+        """(boottime ns of its last progress, phase, steps of this generation) of a rank."""
+        node, local = divmod(rank, self.ranks_per_node)
+        content = (self.directories[node] / "progress").read_bytes()
+        at_ns, phase, steps = struct.unpack_from("<QII", content, 16 * local)
+        return at_ns, phase, steps
 
     def __enter__(self) -> Generation:
         port = free_port()
@@ -107,7 +141,7 @@ class Generation:
 
     def __exit__(self, *_: object) -> None:
         for runner in self.runners:
-            runner.kill()
+            runner.kill()  # also ends one that is stopped
             runner.wait()
         for node in range(len(self.directories)):
             for event in self.events(node, "rank_started"):
@@ -115,18 +149,21 @@ class Generation:
                     os.killpg(event["pid"], signal.SIGKILL)
         self.socket.close()
 
+    def every_event(self, node: int) -> list[dict[str, Any]]:
+        return lines_of(self.directories[node] / "events.jsonl")
+
     def events(self, node: int, kind: str) -> list[dict[str, Any]]:
-        return [line for line in lines_of(self.directories[node] / "events.jsonl") if line["kind"] == kind]
+        return [line for line in self.every_event(node) if line["kind"] == kind]
 
     def wait_event(self, node: int, kind: str, *, limit_s: float = 60.0) -> dict[str, Any]:
         event: dict[str, Any] = wait_until(lambda: self.events(node, kind), limit_s=limit_s)[0]
         return event
 
     def log(self, rank: int) -> list[dict[str, Any]]:
-        return lines_of(self.directories[rank] / "logs" / f"rank-{rank}.jsonl")
+        return lines_of(self.directories[rank // self.ranks_per_node] / "logs" / f"rank-{rank}.jsonl")
 
     def output(self, rank: int) -> str:
-        path = self.directories[rank] / "logs" / f"rank-{rank}.log"
+        path = self.directories[rank // self.ranks_per_node] / "logs" / f"rank-{rank}.log"
         return path.read_text() if path.exists() else ""
 
     def datagrams(self) -> list[dict[str, Any]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import os
 import subprocess
 import sys
 import time
@@ -12,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from agents.errors import StateUnusable
 from agents.faults.drill_record import DrillRecord, DrillStep, DrillStore
-from agents.faults.kill_rank import KillRank
+from agents.faults.faults import Faults
 from agents.protocol.messages import FaultKind, FaultOrder, FaultReport, FaultState, LaunchSpec, Message, SeenPhase
 from agents.sensors.rank_reports import SavedSaid, StepSaid
 from agents.supervisor.intake import Intake
+from tests.fakes.drill_desk import drill_desk
 
 LAUNCH = LaunchSpec(
     argv=["python"],
@@ -44,6 +46,7 @@ class OneRank:
     launch: LaunchSpec = LAUNCH
     ranks: range = range(1)
     exited: set[int] = field(default_factory=set)
+    runner_pid: int | None = None
 
     def __post_init__(self) -> None:
         self.rank_pids = {0: self.process.pid}
@@ -88,11 +91,10 @@ def order(*, steps_after_save: int = 0, rank: int = 0, not_after: float = 4e9) -
     )
 
 
-def desk(directory: Path, run: OneRank | None, told: list[Message], store: DrillStore | None = None) -> KillRank:
-    if store is None:
-        store = DrillStore(directory)
-        store.load()
-    return KillRank(store=store, find_run=lambda job, number: run, emit=told.append, server_now=time.time)
+def desk(directory: Path, run: OneRank | None, told: list[Message]) -> Faults:
+    faults = drill_desk(directory, run, told)
+    faults.adopt()
+    return faults
 
 
 def states(told: list[Message]) -> list[FaultState]:
@@ -119,24 +121,16 @@ async def test_waits_for_its_steps_after_the_newest_save(tmp_path: Path, run: On
 
 
 async def test_is_on_disk_before_the_fault_and_a_full_disk_means_no_fault(tmp_path: Path, run: OneRank) -> None:
-    class FullDisk(DrillStore):
-        full = False
-
-        def put(self, record: DrillRecord) -> None:
-            if self.full:
-                raise StateUnusable("no space")
-            super().put(record)
-
-    store = FullDisk(tmp_path)
-    drills = desk(tmp_path, run, told := [], store)
+    drills = desk(tmp_path, run, told := [])
     run.steps(1)
     drills.take([order(steps_after_save=1)])
-    store.full = True
+    in_the_way = tmp_path / f".drills.json.{os.getpid()}.new"
+    in_the_way.mkdir()
     run.saves(1)
     run.steps(2)
     drills.look()
     assert run.alive
-    store.full = False
+    in_the_way.rmdir()
     drills.look()
     assert not run.alive
     assert states(told) == [FaultState.ARMED, FaultState.APPLIED]
@@ -159,20 +153,21 @@ async def test_a_crash_in_the_moment_of_the_fault_never_means_a_second_one(
     assert states(told) == []
     if died:
         run.exited.add(0)
-        drills.look()
+        await asyncio.sleep(0.2)
         assert states(told) == [FaultState.APPLIED]
     else:
-        monkeypatch.setattr("agents.faults.kill_rank._SETTLE_LIMIT_S", -1.0)
-        drills.look()
+        monkeypatch.setattr("agents.faults.faults._SETTLE_LIMIT_S", -1.0)
+        await asyncio.sleep(0.2)
         assert states(told) == [FaultState.EXPIRED]
     drills.take([order()])
     assert run.alive
     assert len(states(told)) == 1
+    await drills.close()
 
 
 async def test_refuses_what_is_not_its_own(tmp_path: Path, run: OneRank) -> None:
     told: list[Message] = []
-    desk(tmp_path / "a", None, told, DrillStore(tmp_path)).take([order()])
+    desk(tmp_path, None, told).take([order()])
     assert states(told) == [FaultState.REFUSED]
 
 

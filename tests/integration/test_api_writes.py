@@ -58,7 +58,7 @@ def test_submitted_job_belongs_to_its_caller_and_keeps_its_spec(caller: Caller) 
     response = caller.post("/api/v1/jobs", {**JOB, "total_steps": 10, "environment": {"SEED": "1"}})
     assert response.status_code == 201
     job = queries.get_job(response.json()["id"])
-    assert (job.owner, job.total_steps, job.nodes_wanted) == ("operator", 10, 2)
+    assert (job.owner, job.total_steps, job.nodes_max) == ("operator", 10, 2)
     assert (job.argv, job.spec["environment"]) == (tuple(JOB["argv"]), {"SEED": "1"})
 
 
@@ -262,7 +262,7 @@ def test_only_joining_needs_no_credentials() -> None:
         if "security" not in operation
     ]
     assert open_operations == ["join_agent"]
-    assert len(operations(changing=True)) == 4
+    assert len(operations(changing=True)) == 6
 
 
 @pytest.mark.parametrize(("method", "address"), operations(changing=True) + operations(changing=False))

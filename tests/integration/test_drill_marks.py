@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from recovery import jobs
-from recovery.drills import settle_drill, trigger_drill
+from recovery.drill_outcomes import settle_drill
+from recovery.drills import trigger_drill
 from recovery.models import Drill, IncidentRow, Job, TimelineEntry
 from recovery.store.timelines import first_broken_link
 from tests.fakes.told_fleet import ToldFleet

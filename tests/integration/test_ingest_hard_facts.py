@@ -12,7 +12,7 @@ from django.db.models.signals import post_save
 from agents.protocol.messages import RankExited, RankResumed, RankStarted, StepReport, StepReports
 from recovery import engine, ingest, jobs, sessions
 from recovery.models import Job, Node, RankRow, StepRow
-from tests.fakes.told_fleet import ToldFleet
+from tests.fakes.told_fleet import OBSERVER, ToldFleet
 from tests.integration.test_recovery_pipeline import SPEC
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -89,6 +89,7 @@ def test_batch_is_undone_when_a_newer_session_takes_over_while_it_is_stored(job:
 
 def test_unknown_offset_keeps_the_one_that_was_known(fleet: ToldFleet) -> None:
     pk = fleet.nodes["gpu-01"].row.pk
-    sessions.record_heard({pk: 1.0}, offsets={pk: 5.0}, revisions={pk: 1})
-    sessions.record_heard({pk: 2.0}, offsets={}, revisions={pk: 1})
+    observer = {"observer": OBSERVER, "since": 0.0, "lag_s": 0.0}
+    sessions.record_heard({pk: 1.0}, offsets={pk: 5.0}, revisions={pk: 1}, **observer)
+    sessions.record_heard({pk: 2.0}, offsets={}, revisions={pk: 1}, **observer)
     assert Node.objects.get(pk=pk).clock_offset_s == 5.0

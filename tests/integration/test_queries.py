@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from recovery import queries
 from recovery.errors import NotFound
 from recovery.models import Claim, Node
 from recovery.queries import NodeState, Position
-from tests.integration.api_rows import T0, add_entries, make_drill, make_incident, make_job, make_node, make_story
+from tests.integration.api_rows import (
+    T0,
+    add_entries,
+    make_control_plane_incident,
+    make_drill,
+    make_generation,
+    make_incident,
+    make_job,
+    make_node,
+    make_observer,
+    make_story,
+)
 
 pytestmark = pytest.mark.django_db
 
@@ -150,6 +163,7 @@ def test_overview_counts_and_tells_whether_the_control_plane_works() -> None:
     make_drill(job, Node.objects.get(name="gpu-02"))
     Claim.objects.create(name="sweep", holder="w", until=0, last_done_at=NOW - 3)
     Node.objects.update(last_heard_at=NOW)
+    make_observer(NOW)
     seen = queries.overview(now=NOW)
     assert [incident.id for incident in seen.open_incidents] == ["inc_b"]
     assert (seen.incidents_needing_human, seen.jobs_by_state) == (1, {"running": 1})
@@ -166,15 +180,17 @@ def test_control_plane_that_never_swept_is_not_ok() -> None:
 
 def test_number_of_queries_does_not_grow_with_rows(django_assert_num_queries: object) -> None:
     reads = {
-        queries.overview: 12,
-        queries.list_jobs: 4,
-        queries.list_nodes: 1,
+        queries.overview: 15,
+        queries.list_jobs: 15,
+        queries.list_nodes: 3,
         queries.list_incidents: 3,
         queries.list_drills: 2,
     }
     job, _ = make_story()
     make_drill(job, Node.objects.get(name="gpu-02"))
     make_incident(job, "inc_open")
+    silent = make_node("silent-0", last_heard_at=time.time() - 60)
+    make_generation(make_job("job_silent_0"), 1, [silent])
     for more in range(2):
         for read, count in reads.items():
             with django_assert_num_queries(count):  # type: ignore[operator]
@@ -182,6 +198,9 @@ def test_number_of_queries_does_not_grow_with_rows(django_assert_num_queries: ob
         other = make_job(f"job_more_{more}")
         make_incident(other, f"inc_more_{more}")
         make_drill(other, make_node(f"more-{more}"), f"drl_more_{more}")
+        silent = make_node(f"silent-{more + 1}", last_heard_at=time.time() - 60)
+        make_generation(make_job(f"job_silent_{more + 1}"), 1, [silent])
+        make_control_plane_incident(f"inc_plane_{more}", ended=more > 0)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ import pytest
 
 from agents.protocol.messages import AssignmentPhase, SeenPhase
 from recovery import engine, jobs
-from recovery.drills import settle_drill, trigger_drill
+from recovery.drill_outcomes import settle_drill
+from recovery.drills import trigger_drill
 from recovery.incidents import command_incident
 from recovery.models import Drill, GenerationRow, IncidentRow, Job, Node, TimelineEntry
 from recovery.orders import order_for

@@ -64,7 +64,7 @@ def test_rank_gets_the_jobs_environment_and_dies_with_a_killed_runner(tmp_path: 
         assert (seen["argv"], seen["cwd"]) == (["${local_rank}", "two words"], str(tmp_path))
         assert seen["blocked"] == [] and signal.SIGTERM not in seen["ignored"]
         assert len(seen["open"]) <= 4, "standard streams and the listing itself"
-        assert generation.wait_event(0, "runner_started")["protocol"] == 1
+        assert generation.wait_event(0, "runner_started")["protocol"] == 2
         assert {"kind": "poke", "job": "job-1", "generation": 4}.items() <= generation.datagrams()[0].items()
         generation.runners[0].kill()
         assert has_ended(rank["pid"], limit_s=2.0)
@@ -128,11 +128,11 @@ def test_runner_that_cannot_enter_its_cgroup_starts_nothing(tmp_path: Path) -> N
 
 
 def test_launch_of_another_protocol_is_refused(tmp_path: Path) -> None:
-    generation = Generation(tmp_path, ["true"], nodes=1, protocol=2)
+    generation = Generation(tmp_path, ["true"], nodes=1, protocol=3)
     done = subprocess.run(
         [sys.executable, "-m", "everstep.elastic.runner", "--directory", str(generation.directories[0])],
         capture_output=True,
         text=True,
         timeout=30,
     )
-    assert done.returncode == 2 and "protocol 2" in done.stderr
+    assert done.returncode == 2 and "protocol 3" in done.stderr

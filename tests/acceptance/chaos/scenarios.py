@@ -22,7 +22,7 @@ from demo_check.rest import RestError
 from demo_check.system import HarnessError, RunningSystem, steady_job, unix_seconds
 from demo_check.witness import Witness
 
-from chaos.broker import Broker
+from tests.servers.broker import Broker
 
 STATES = ("detected", "stopping", "placing", "launching", "verifying")
 BEFORE = tuple(f"incident.{state}.before_save" for state in STATES)

@@ -9,14 +9,19 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 SECONDS_TOLERANCE = 0.5
 """Server and ranks share one clock here; what differs is delivery and polling, all of it well below half a second."""
+SILENCE_TOLERANCE_S = 2.5
+"""Of a node that fell silent the server knows its last heartbeat: they come each second, and are kept each second."""
 LEAST_SAVE_INTERVAL = 20
 LEAST_STEPS_AFTER_SAVE = 5
+GONE_AFTER_THAW_S = 5.0
+"""A rank that was frozen has this long to disappear once it goes on."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +43,13 @@ class Step:
 
 @dataclass
 class RankStory:
-    """All that one rank of one generation wrote. `steps` maps step number to step."""
+    """All that one rank of one generation wrote. `steps` maps step number to step, `node` is where it ran."""
 
     generation: int
     rank: int
     pid: int
     started_at: float
+    node: str = ""
     starts: int = 1
     children: list[int] = field(default_factory=list)
     resumed_step: int | None = None
@@ -51,7 +57,8 @@ class RankStory:
     saved_digest: dict[str, str] = field(default_factory=dict)
     live_digest: dict[str, str] = field(default_factory=dict)
     steps: dict[int, Step] = field(default_factory=dict)
-    saves: list[int] = field(default_factory=list)
+    saves: dict[int, float] = field(default_factory=dict)
+    """Step -> when it was saved."""
     beats: list[float] = field(default_factory=list)
 
     @property
@@ -59,8 +66,41 @@ class RankStory:
         return max([self.started_at, *self.beats[-1:], *(step.at for step in self.steps.values())])
 
     @property
+    def last_step_at(self) -> float:
+        return max((step.at for step in self.steps.values()), default=self.started_at)
+
+    def before(self, moment: float) -> RankStory:
+        """The story as it was at a moment."""
+        return replace(
+            self,
+            steps={number: step for number, step in self.steps.items() if step.at < moment},
+            saves={step: at for step, at in self.saves.items() if at < moment},
+            beats=[beat for beat in self.beats if beat < moment],
+        )
+
+    @property
     def largest_gap_s(self) -> float:
         return max((after - before for before, after in itertools.pairwise(self.beats)), default=0.0)
+
+
+class FaultMark(Enum):
+    """By what the logs show when a rank was hit."""
+
+    DEATH = "death"
+    """Its last sign of life."""
+    FREEZE = "freeze"
+    """Its last sign of life before it was thawed."""
+    CUT = "cut"
+    """Its last step: it lives on, and finishes none without its peers."""
+
+
+@dataclass(frozen=True)
+class Fence:
+    """A node's proof of stop, as the receipt has it."""
+
+    node: str
+    kind: str
+    at: float
 
 
 Stories = dict[tuple[int, int], RankStory]
@@ -93,6 +133,7 @@ def read_stories(agents: Path, job: str) -> Stories:
     for path in sorted(agents.glob(f"*/runs/{job}/*/logs/rank-*.jsonl")):
         story = _read_story(path)
         if story is not None:
+            story.node = path.relative_to(agents).parts[0]
             key = (story.generation, story.rank)
             story.starts += stories[key].starts if key in stories else 0
             stories[key] = story
@@ -125,7 +166,7 @@ def _add(story: RankStory, entry: Mapping[str, Any]) -> None:
             story.saved_digest = entry.get("saved_digest") or {}
             story.live_digest = entry.get("live_digest") or {}
         case "saved":
-            story.saves.append(entry["step"])
+            story.saves[entry["step"]] = entry["at"]
         case "step":
             story.steps[entry["step"]] = Step(
                 step=entry["step"],
@@ -138,29 +179,48 @@ def _add(story: RankStory, entry: Mapping[str, Any]) -> None:
             )
 
 
-def audit(stories: Stories, *, old: int, opened_at: float, exits: Mapping[int, float]) -> Audit:
-    """Judge the recovery of generation `old`. `exits` maps pids to the times at which their pidfds fired.
+def audit(
+    stories: Stories,
+    *,
+    old: int,
+    opened_at: float,
+    exits: Mapping[int, float],
+    thaws: Mapping[int, float] | None = None,
+    hit: int | None = None,
+    mark: FaultMark = FaultMark.DEATH,
+    fences: Sequence[Fence] = (),
+) -> Audit:
+    """Judge the recovery of generation `old`.
 
+    `exits` maps pids to the times at which their pidfds fired, `thaws` pids that were frozen to when they went on;
+    `hit` is the rank that was broken, by default the one that died first, and `mark` tells by what its end shows.
     Raises `ValueError` where the logs hold too little to judge anything.
     """
-    before, after = _of_generation(stories, old), _of_generation(stories, old + 1)
-    if not before or not after:
-        raise ValueError(f"There are no rank logs of generation {old if not before else old + 1}.")
-    ends = {story.rank: exits.get(story.pid, story.last_sign_of_life) for story in before}
-    killed = min(before, key=lambda story: ends[story.rank])
-    fault_at = killed.last_sign_of_life
+    whole, after = _of_generation(stories, old), _of_generation(stories, old + 1)
+    if not whole or not after:
+        raise ValueError(f"There are no rank logs of generation {old if not whole else old + 1}.")
+    thaws = thaws or {}
+    # A frozen process does nothing, whatever it says once it is thawed; that it then says nothing is looked at apart.
+    before = [story.before(thaws[story.pid]) if story.pid in thaws else story for story in whole]
+    ends = {story.rank: _end_of(story, exits, thaws) for story in before}
+    killed = min(before, key=lambda story: ends[story.rank] if hit is None else story.rank != hit)
+    fault_at = killed.last_step_at if mark is FaultMark.CUT else killed.last_sign_of_life
     reached = max((step for story in before for step in story.steps), default=0)
     parent = min(story.resumed_step or 0 for story in after)
     world = range(max(len(before), len(after)))
     compared, unequal = _compare(before, after, world=world, first=parent + 1, last=reached)
     last_old = max(
-        [story.last_sign_of_life for story in before] + [exits[pid] for pid in _pids(before) if pid in exits]
+        [story.last_sign_of_life for story in before]
+        + [exits[pid] for pid in _pids(before) if pid in exits and pid not in thaws]
     )
     margin = min(story.started_at for story in after) - last_old
     wrong = [
         *_launch_faults(stories, old=old, before=before, after=after, parent=parent),
         *_drill_faults(before, killed),
         *_process_faults(before, exits, margin),
+        *_late_faults(whole, after),
+        *_thaw_faults(whole, exits, thaws),
+        *_fence_faults(before, exits, thaws, fences),
         *_digest_faults(after),
         *unequal,
         *_span_faults(after),
@@ -184,8 +244,12 @@ def audit(stories: Stories, *, old: int, opened_at: float, exits: Mapping[int, f
     )
 
 
-def disagreements(found: Audit, receipt: Mapping[str, Any]) -> list[str]:
-    """Where the receipt says something else than the logs: a sentence each."""
+def disagreements(found: Audit, receipt: Mapping[str, Any], *, of_silence: bool = False) -> list[str]:
+    """Where the receipt says something else than the logs: a sentence each.
+
+    `of_silence`: nobody told of the fault, so that its moment is known by heartbeats only, and the stop is proven by
+    time (`_fence_faults` looks at that).
+    """
     verdict = receipt["verdict"]
     claimed = {
         "continuity": verdict["kind"],
@@ -200,15 +264,22 @@ def disagreements(found: Audit, receipt: Mapping[str, Any]) -> list[str]:
         for name, value in claimed.items()
         if value != getattr(found, name)
     ]
+    tolerance_s = SILENCE_TOLERANCE_S if of_silence else SECONDS_TOLERANCE
     for name in ("detect_s", "stop_s", "first_step_s", "caught_up_s"):
         mine, theirs = getattr(found, name), receipt[name]
-        if mine is None or theirs is None or abs(mine - theirs) > SECONDS_TOLERANCE:
+        if of_silence and name == "stop_s":
+            continue
+        if mine is None or theirs is None or abs(mine - theirs) > tolerance_s:
             words.append(f"The receipt says {name} {theirs}, the ranks' logs say {mine}.")
     return words
 
 
 def _of_generation(stories: Stories, generation: int) -> list[RankStory]:
     return [story for (number, _), story in sorted(stories.items()) if number == generation]
+
+
+def _end_of(story: RankStory, exits: Mapping[int, float], thaws: Mapping[int, float]) -> float:
+    return story.last_sign_of_life if story.pid in thaws else exits.get(story.pid, story.last_sign_of_life)
 
 
 def _pids(stories: Iterable[RankStory]) -> list[int]:
@@ -256,6 +327,13 @@ def _launch_faults(
         words.append(f"The ranks resumed at different steps: {[story.resumed_step for story in after]}.")
     if parent and not any(parent in story.saves for story in before):
         words.append(f"The ranks resumed at step {parent}, which generation {old} never logged as saved.")
+    for story in stories.values():
+        made = [one.saves.get(story.resumed_step or 0) for one in _of_generation(stories, story.parent_generation or 0)]
+        if any(at is not None and at > story.started_at for at in made):
+            words.append(
+                f"Rank {story.rank} of generation {story.generation} resumed at step {story.resumed_step}, "
+                "which was saved after its start."
+            )
     return words
 
 
@@ -283,6 +361,67 @@ def _process_faults(before: Sequence[RankStory], exits: Mapping[int, float], mar
         words.append(
             f"The generations overlapped: a new rank started {-margin:.3f} s before the last old sign of life."
         )
+    return words
+
+
+def _late_faults(before: Sequence[RankStory], after: Sequence[RankStory]) -> list[str]:
+    """What an old generation did once the new one had made a step."""
+    began = min((step.at for story in after for step in story.steps.values()), default=None)
+    if began is None:
+        return []
+    words = []
+    for story in before:
+        late = [f"made step {step.step}" for step in story.steps.values() if step.at > began]
+        late += [f"saved step {step}" for step, at in story.saves.items() if at > began]
+        words += [
+            f"Two generations at once: rank {story.rank} of generation {story.generation} {what} after generation "
+            f"{after[0].generation} had made one."
+            for what in late
+        ]
+    return words[:6]
+
+
+def _thaw_faults(before: Sequence[RankStory], exits: Mapping[int, float], thaws: Mapping[int, float]) -> list[str]:
+    """What frozen ranks did once they were thawed; a process that never went on is none of these."""
+    words = []
+    for story in before:
+        if story.pid not in thaws:
+            continue
+        thawed_at = thaws[story.pid]
+        words += [
+            f"Rank {story.rank} made step {step.step} after it was thawed."
+            for step in story.steps.values()
+            if step.at > thawed_at
+        ]
+        words += [
+            f"Rank {story.rank} saved step {step} after it was thawed."
+            for step, at in story.saves.items()
+            if at > thawed_at
+        ]
+        for pid in (story.pid, *story.children):
+            lived_s = exits.get(pid, thawed_at) - thaws.get(pid, thawed_at)
+            if lived_s > GONE_AFTER_THAW_S:
+                words.append(f"Process {pid} of rank {story.rank} lived for {lived_s:.1f} s after it was thawed.")
+    return words[:6]
+
+
+def _fence_faults(
+    before: Sequence[RankStory], exits: Mapping[int, float], thaws: Mapping[int, float], fences: Sequence[Fence]
+) -> list[str]:
+    """Proofs of stop that the processes themselves disprove."""
+    words = []
+    for fence in fences:
+        for story in before:
+            if story.node != fence.node:
+                continue
+            acted = max([story.last_step_at, *story.saves.values()])
+            pids = [pid for pid in (story.pid, *story.children) if pid not in thaws]
+            last = max([acted, *(exits[pid] for pid in pids if pid in exits)])
+            if last > fence.at + SECONDS_TOLERANCE:
+                words.append(
+                    f"{fence.node} was called fenced ({fence.kind}) {last - fence.at:.1f} s before the last of rank "
+                    f"{story.rank} was over."
+                )
     return words
 
 

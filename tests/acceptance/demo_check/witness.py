@@ -13,10 +13,13 @@ SCAN_INTERVAL_S = 0.05
 
 
 class Witness:
-    """Collects exit times of ranks and of their logged children, in a thread of its own: `exits` maps pid to time."""
+    """Collects what becomes of ranks and of their logged children, in a thread of its own."""
 
     def __init__(self, agents: Path) -> None:
         self.exits: dict[int, float] = {}
+        """pid -> when its pidfd fired."""
+        self.thaws: dict[int, float] = {}
+        """pid -> when it was last seen stopped by a signal; it went on within a moment after."""
         self._agents = agents
         self._read: dict[Path, int] = {}
         self._poll = select.poll()
@@ -44,6 +47,9 @@ class Witness:
             for path in self._agents.glob("*/runs/*/*/logs/rank-*.jsonl"):
                 for pid in self._fresh_pids(path):
                     self._open(pid)
+            for pid in self._watched.values():
+                if is_stopped(pid):
+                    self.thaws[pid] = time.time()
             until = time.monotonic() + SCAN_INTERVAL_S
             while (left := until - time.monotonic()) > 0:
                 for descriptor, _ in self._poll.poll(left * 1000):
@@ -81,6 +87,11 @@ def marked_processes(job: str, generation: int) -> list[int]:
 def processes_of(home: Path) -> dict[int, str]:
     """Live processes that name the folder in their environment or command line: pid -> command."""
     return {pid: command_line(pid) or "(no command line)" for pid in _processes(os.fsencode(home))}
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether it is stopped by a signal, such as SIGSTOP."""
+    return _content(pid, "stat").rpartition(b")")[2].split()[:1] == [b"T"]
 
 
 def command_line(pid: int) -> str:

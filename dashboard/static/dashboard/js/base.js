@@ -21,7 +21,12 @@ export function refreshTimes(root = document) {
     }
   }
   for (const element of root.querySelectorAll("[data-since]")) {
-    element.textContent = measured(now - Number(element.dataset.since));
+    const write = element.dataset.style === "span" ? span : measured;
+    element.textContent = write(now - Number(element.dataset.since));
+  }
+  for (const element of root.querySelectorAll("[data-until]")) {
+    const left = Number(element.dataset.until) - now;
+    element.textContent = left > 0 ? `in ${span(left)}` : "any moment now";
   }
   for (const element of root.querySelectorAll("[data-stale-at]")) {
     if (now > Number(element.dataset.staleAt)) {

@@ -1,10 +1,10 @@
-// The drills page: the fields follow the chosen job, and the confirmation says what will happen to which node.
+// The drills page: the fields follow the chosen kind and job, and the confirmation says what will happen to which node.
 
 const fields = document.getElementById("drill-fields");
 const confirmation = document.getElementById("confirm");
 
 document.addEventListener("change", (event) => {
-  if (event.target.id === "drill-job") {
+  if (event.target.id === "drill-job" || event.target.name === "kind") {
     htmx.trigger(fields, "live");
   }
 });
@@ -13,10 +13,9 @@ document.addEventListener("click", async (event) => {
   if (!event.target.closest("#trigger")) return;
   const form = document.getElementById("drill-form");
   if (!form.reportValidity()) return;
-  const wish = new URLSearchParams({ part: "preview" });
-  for (const name of ["kind", "job", "rank", "steps_after_save", "recovered_within_s"]) {
-    wish.set(name, form.elements[name].value);
-  }
+  const wish = new URLSearchParams(new FormData(form));
+  wish.delete("csrfmiddlewaretoken");
+  wish.set("part", "preview");
   await htmx.ajax("GET", `${form.dataset.preview}?${wish}`, { target: "#preview", swap: "innerHTML" });
   confirmation.showModal();
 });

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from agents.sensors.rank_reports import (
     MAX_REPORT_BYTES,
     FinishedSaid,
+    PhaseSaid,
     PokeSaid,
     ResumedSaid,
     SavedSaid,
@@ -33,6 +34,7 @@ def test_reads_every_kind() -> None:
     assert isinstance(said(kind="resumed", saved_digest={"model": "aa"}, live_digest={}), ResumedSaid)
     assert isinstance(said(kind="saved", directory="d", size_bytes=1, world_size=2), SavedSaid)
     assert isinstance(said(kind="finished"), FinishedSaid)
+    assert isinstance(said(kind="phase", phase="evaluation"), PhaseSaid)
     assert isinstance(said(kind="poke"), PokeSaid)
 
 
@@ -47,6 +49,8 @@ def test_takes_a_loss_that_is_no_number() -> None:
     "changes",
     [
         {"kind": "shell"},
+        {"kind": "phase", "phase": "holiday"},
+        {"kind": "phase"},
         {"kind": ...},
         {"job": 3},
         {"job": ""},

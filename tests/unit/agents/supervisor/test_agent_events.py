@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-from agents.supervisor.events import EventTail, LineTail, RankBegan, RankEnded, RunnerEnded
+from agents.supervisor.events import EventTail, LeaseExpired, LineTail, RankBegan, RankEnded, RunnerEnded
 
 
 def test_reads_only_what_is_new_and_whole(tmp_path: Path) -> None:
@@ -55,3 +55,8 @@ def test_an_endless_line_does_not_fill_the_memory(tmp_path: Path) -> None:
             file.flush()
             assert tail.lines() == []
     assert len(tail._rest) <= 64 * 1024
+
+
+def test_reads_that_the_lease_ran_out(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_text('{"kind":"lease_expired","at":1.0,"silent_s":21.5,"limit_s":15.0}\n')
+    assert EventTail(tmp_path / "events.jsonl").read() == [LeaseExpired(at=1.0, silent_s=21.5, limit_s=15.0)]

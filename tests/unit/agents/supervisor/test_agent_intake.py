@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from agents.protocol.messages import CheckpointSaved, Message, RankFinished, RankResumed, StepReports
-from agents.sensors.rank_reports import FinishedSaid, ResumedSaid, SavedSaid, StepSaid
+from agents.protocol.messages import CheckpointSaved, Message, Phase, RankFinished, RankPhase, RankResumed, StepReports
+from agents.sensors.rank_reports import FinishedSaid, PhaseSaid, ResumedSaid, SavedSaid, StepSaid
 from agents.supervisor.intake import Intake
+from agents.told import Told
 
 
 def intake(told: list[Message], ranks: range = range(2)) -> Intake:
@@ -65,3 +66,46 @@ async def test_large_backlogs_go_in_frames_that_fit() -> None:
         taken.take(step(number))
     taken.flush()
     assert [len(message.steps) for message in told if isinstance(message, StepReports)] == [500, 500, 200]
+
+
+def phase(name: Phase, at: float) -> PhaseSaid:
+    return PhaseSaid(job="j", generation=1, rank=0, at=at, phase=name)
+
+
+async def test_phases_are_told_in_their_place_and_once() -> None:
+    told: list[Message] = []
+    taken = intake(told)
+    taken.take(phase(Phase.SETUP, 1.0))
+    taken.take(step(1))
+    taken.take(phase(Phase.SAVE, 2.0))
+    taken.take(phase(Phase.STEP, 3.0))
+    taken.take(phase(Phase.SAVE, 2.0))  # once more, from the rank's own log
+    assert [type(message) for message in told] == [RankPhase, StepReports, RankPhase, RankPhase]
+    phases = [message.phase for message in told if isinstance(message, RankPhase)]
+    assert phases == [Phase.SETUP, Phase.SAVE, Phase.STEP]
+
+
+async def test_a_new_life_tells_nothing_that_the_earlier_one_has_told() -> None:
+    story = [
+        ResumedSaid(job="j", generation=1, rank=0, at=1.0, step=0),
+        phase(Phase.STEP, 1.5),
+        step(1),
+        step(2),
+        SavedSaid(job="j", generation=1, rank=0, at=2.0, step=2, directory="d", size_bytes=1, world_size=2),
+        FinishedSaid(job="j", generation=1, rank=0, at=3.0, step=2),
+    ]
+    told = Told()
+    first = Intake(job="j", generation=1, ranks=range(2), emit=told.take, progressed=lambda rank: None)
+    for said in story:
+        first.take(said)
+    again: list[Message] = []
+    second = Intake(
+        job="j", generation=1, ranks=range(2), emit=again.append, progressed=lambda rank: None, told=told.of("j", 1)
+    )
+    for said in story:
+        second.take(said)
+    second.flush()
+    assert again == []
+    second.take(step(3))
+    second.flush()
+    assert [report.step for message in again if isinstance(message, StepReports) for report in message.steps] == [3]

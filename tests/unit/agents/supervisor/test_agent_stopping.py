@@ -23,7 +23,7 @@ async def test_look_that_fails_proves_nothing_and_is_repeated(tmp_path: Path) ->
             events.write_text("populated 0\n")
         return Target(mark="nobody:1:plan", group=ControlGroup(tmp_path), runner=None)
 
-    proof = await prove_stopped(target, own_children=set(), stuck=lambda _: None)
+    proof = await prove_stopped(target, own_children=set(), stuck=lambda _: None, unkillable=lambda _: None)
     assert (looks, proof.kind) == (3, ProofKind.CGROUP_EMPTY)
 
 

@@ -42,7 +42,7 @@ def manifest(text: str, parent: str | None = None) -> Manifest:
 def put(root: Path, text: str, parent: str | None = None) -> Path:
     directory = name(text).directory(root)
     directory.mkdir(parents=True)
-    write_manifest(directory, manifest(text, parent))
+    write_manifest(directory, manifest(text, parent), may_publish=lambda: None)
     return directory
 
 

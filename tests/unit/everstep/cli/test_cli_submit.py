@@ -35,6 +35,8 @@ def test_captures_directory_interpreter_and_arguments(tmp_path: Path) -> None:
         "total_steps": 9,
         "user": "",
         "stop_limit_s": 30.0,
+        "synchronous": True,
+        "phase_limits_s": {},
     }
 
 
@@ -67,3 +69,19 @@ def test_environment_that_is_no_pair_is_wrong_usage(pair: str) -> None:
 )
 def test_job_is_named_after_its_script(command: list[str], name: str) -> None:
     assert script_name(command) == name
+
+
+def test_range_of_nodes_and_limits_of_phases_are_captured(tmp_path: Path) -> None:
+    body = request(
+        "--checkpoint-dir", "c", "--nodes", "2..4", "--multiple-of", "2", "--step-limit", "40",
+        "--compile-limit", "900", "--asynchronous", "--", "python3", "a.py",
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert body["nodes"] == {"min": 2, "max": 4, "multiple_of": 2}
+    assert (body["synchronous"], body["phase_limits_s"]) == (False, {"step_s": 40.0, "compile_s": 900.0})
+
+
+@pytest.mark.parametrize("words", [("two",), ("2..",), ("2..x",), ("4", "--multiple-of", "2")])
+def test_nodes_that_are_no_number_and_no_range_are_wrong_usage(tmp_path: Path, words: tuple[str, ...]) -> None:
+    with pytest.raises(WrongUsage, match="--nodes"):
+        request("--checkpoint-dir", "c", "--nodes", *words, "--", "python3", "a.py", cwd=tmp_path)

@@ -1,8 +1,8 @@
-"""When a kill-rank drill is due: counted from the newest checkpoint, never from the beginning."""
+"""When a drill is due: counted from the newest checkpoint, never from the beginning."""
 
 from __future__ import annotations
 
-from agents.faults.kill_rank import steps_past_save
+from agents.faults.moment import steps_past_save
 from agents.supervisor.intake import Progress
 
 

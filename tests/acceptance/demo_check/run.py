@@ -1,0 +1,24 @@
+"""One drill of any kind on a running system, judged by what it promises."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from demo_check.recovered import FAULTS, check_recovered
+from demo_check.system import RunningSystem
+from demo_check.unharmed import DURATIONS_S, check_unharmed
+from demo_check.witness import Witness
+
+KINDS = (*FAULTS, *DURATIONS_S)
+
+
+def check_drill(system: RunningSystem, witness: Witness, kind: str, *, result: dict[str, Any]) -> list[str]:
+    """Run a drill of one of `KINDS`. Fills `result`; returns what is wrong."""
+    check = check_recovered if kind in FAULTS else check_unharmed
+    return check(system, witness, kind, result=result, tell=tell)
+
+
+def tell(words: str) -> None:
+    """Progress, for whoever watches."""
+    print(words, file=sys.stderr, flush=True)
