@@ -10,8 +10,8 @@ SCHEDULES ?= 500
 # Management commands that need no state of their own keep the little that they write out of the demo's folder.
 SCRATCH := EVERSTEP_HOME=$(CURDIR)/.venv/scratch
 
-.PHONY: help install demo demo-check check check-format check-lint check-types check-imports check-unit test proof chaos \
-	simulate openapi lock clean
+.PHONY: help install demo demo-check drills single-node check check-format check-lint check-types check-imports \
+	check-unit test proof chaos simulate openapi lock clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
@@ -30,8 +30,14 @@ install: $(VENV) $(PAGES) ## install everything into .venv; the other commands d
 demo: install ## server, agents and a real training job on this machine; Ctrl-C stops all. ARGS="--port 9000"
 	@$(BIN)/everstep demo $(ARGS)
 
-demo-check: install ## the demo without a person: one drill, its proof recomputed. BUG=optimizer|scheduler|sampler|ghost
-	@PYTHONPATH=tests/acceptance BUG=$(BUG) KEEP=$(KEEP) SEED=$(SEED) $(BIN)/python -m demo_check
+demo-check: install ## the demo without a person: one drill, its proof recomputed. DRILL=freeze-node, BUG=optimizer
+	@PYTHONPATH=tests/acceptance DRILL=$(DRILL) BUG=$(BUG) KEEP=$(KEEP) $(BIN)/python -m demo_check
+
+drills: install ## every kind of drill, one after the other on one running system, each recomputed. SEED=1
+	@PYTHONPATH=tests/acceptance SEED=$(SEED) KEEP=$(KEEP) $(BIN)/python -m demo_check.all_kinds
+
+single-node: install ## a job on one node: cut off while it trains on, then gone for good until an operator attests it
+	@PYTHONPATH=tests/acceptance KEEP=$(KEEP) $(BIN)/python -m single_node
 
 chaos: install ## drills while workers die at named places, and Redis is flushed and gone. SEED=1
 	@PYTHONPATH=tests/acceptance SEED=$(SEED) $(BIN)/python -m chaos

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import socket
 import time
 from collections.abc import Callable, Container, Sequence
@@ -91,7 +92,7 @@ async def _knock_once(family: int, kind: int, protocol: int, place: Any) -> tupl
         try:
             await asyncio.get_running_loop().sock_connect(knocking, place)
         except OSError as err:
-            words = err.strerror or str(err)
+            words = os.strerror(err.errno) if err.errno else str(err)
             if err.errno in _ANSWERED:
                 return ProbeOutcome.REACHABLE, words
             return (ProbeOutcome.UNREACHABLE if err.errno in _NO_WAY else ProbeOutcome.FAILED), words

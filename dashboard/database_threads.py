@@ -1,7 +1,7 @@
 """Database work of coroutines: a few threads of their own, so that one slow query never holds up other sockets.
 
 Channels' `database_sync_to_async` sends everything through one thread per process; a query of 2 s there delays every
-socket by 2 s.
+socket by 2 s. The agents' and the browsers' consumers call it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,20 @@ from django.db import close_old_connections
 
 Result = TypeVar("Result")
 
-_threads = ThreadPoolExecutor(max_workers=4, thread_name_prefix="live-database")
+
+class DatabaseThreads:
+    """So many threads that use the ORM, each with a connection of its own."""
+
+    def __init__(self, count: int, *, name: str) -> None:
+        self._threads = ThreadPoolExecutor(max_workers=count, thread_name_prefix=name)
+
+    async def run(self, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+        """Run a function that uses the ORM, with its connection closed when it is too old or broken."""
+        call = partial(_with_fresh_connection, partial(function, *args, **kwargs))
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
 
-async def in_database_thread(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
-    """Run a function that uses the ORM, with its connection closed when it is too old or broken."""
-    call = partial(_with_fresh_connection, partial(function, *args, **kwargs))
-    return await asyncio.get_running_loop().run_in_executor(_threads, call)
+in_database_thread = DatabaseThreads(4, name="live-database").run
 
 
 def _with_fresh_connection(call: Callable[[], Result]) -> Result:

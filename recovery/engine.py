@@ -16,6 +16,7 @@ from django.db.models import F
 from recovery import failpoints
 from recovery.actuators import Conflict, perform
 from recovery.domain.detection import Fault, find_fault
+from recovery.domain.fleet import FleetSnapshot
 from recovery.domain.incident import Incident, IncidentState
 from recovery.domain.instructions import Instruction, MarkJob
 from recovery.domain.lifecycle import step_job
@@ -27,35 +28,42 @@ from recovery.models import IncidentRow, Job
 from recovery.store import from_json, to_json
 from recovery.store.situations import load_situation
 from recovery.store.timelines import append_entries
-from recovery.wakeup import announce, ask_to_advance
+from recovery.wakeup import announce, announce_change, ask_to_advance
 
 log = logging.getLogger(__name__)
 
 MAX_TRANSITIONS = 20
 """Per call; the next sweep goes on. More than the machine has states, so that only a bug meets it."""
 
+MAX_CONFLICTS = 5
+"""Decisions about a job that the rows refuse, one after the other, before a human is told."""
+
 MAX_ADVANCE_ATTEMPTS = 5
 """Steps of one incident that may begin without being saved (their worker died of it) before a human is asked."""
 
 
-def advance_incident(incident_id: str) -> None:
-    """Move an incident as far as it goes now. Safe to call any number of times, from anywhere, at once."""
+def advance_incident(incident_id: str, *, fleet: FleetSnapshot | None = None) -> None:
+    """Move an incident as far as it goes now. Safe to call any number of times, from anywhere, at once.
+
+    `fleet` may be a moment old. It serves the first look alone: after that, we may have changed it.
+    """
     for _ in range(MAX_TRANSITIONS):
         try:
-            if not _advance_incident_once(incident_id):
+            if not _advance_incident_once(incident_id, fleet):
                 return
         except (Conflict, IntegrityError) as err:
             log.info("incident=%s decided anew: %s", incident_id, err)
+        fleet = None
 
 
-def _advance_incident_once(incident_id: str) -> bool:
+def _advance_incident_once(incident_id: str, fleet: FleetSnapshot | None) -> bool:
     row = IncidentRow.objects.select_related("job").filter(pk=incident_id, job__isnull=False).first()
     if row is None or row.job is None or row.ended or row.job.behind_since is not None:
         return False
     incident = from_json(row.body, Incident)
     now = time.time()
     try:
-        situation = load_situation(row.job, incident=incident, command=row.command, now=now)
+        situation = load_situation(row.job, incident=incident, command=row.command, now=now, fleet=fleet)
         outcome = _decide(row, incident, situation, now)
     except DatabaseError:
         raise
@@ -117,22 +125,36 @@ def _save(row: IncidentRow, outcome: Outcome, now: float) -> None:
     announce(f"incident:{row.pk}", seq)
 
 
-def advance_job(job_id: str) -> None:
-    """Move a job along its faultless life, unless an incident has it in hand."""
+def advance_job(job_id: str, *, fleet: FleetSnapshot | None = None) -> None:
+    """Move a job along its faultless life, unless an incident has it in hand. `fleet` as for `advance_incident`."""
+    conflicts = 0
     for _ in range(MAX_TRANSITIONS):
         try:
-            if not _advance_job_once(job_id):
+            if not _advance_job_once(job_id, fleet):
                 return
         except (Conflict, IntegrityError) as err:
             log.info("job=%s decided anew: %s", job_id, err)
+            conflicts += 1
+            if conflicts == MAX_CONFLICTS:
+                _cannot_go_on(job_id, err)
+                return
+        fleet = None
 
 
-def _advance_job_once(job_id: str) -> bool:
+def _cannot_go_on(job_id: str, err: Exception) -> None:
+    """So many races in a row are none: the rows forbid what was decided. A human is told, the sweep tries again."""
+    reason = f"It cannot go on: what was decided for it is refused each time ({err})."[:1000]
+    if Job.objects.filter(pk=job_id).exclude(reason=reason).update(reason=reason):
+        log.error("page: job=%s %s", job_id, reason)
+        announce_change(f"job:{job_id}")
+
+
+def _advance_job_once(job_id: str, fleet: FleetSnapshot | None) -> bool:
     job = Job.objects.filter(pk=job_id).first()
     if job is None or job.behind_since is not None or IncidentRow.objects.filter(job=job, ended=False).exists():
         return False
     now = time.time()
-    situation = load_situation(job, now=now)
+    situation = load_situation(job, now=now, fleet=fleet)
     fault = find_fault(situation, now)
     if fault is not None:
         _open_incident(job, fault, now)

@@ -43,7 +43,8 @@ TASK_LIMIT_S = 270
 """Longer than the longest run of a provider, shorter than the broker waits before it delivers a task once more."""
 _TAKE_OVER_AFTER_S = 15.0
 """Beyond a provider's own limit: then the worker that asked it is taken for dead."""
-_OPEN = ("requested", "running")
+_SAME_WORD_S = 0.5
+"""One word of a node is dated anew with each beat of its observer, as clocks are put right; more is another word."""
 AUTOMATIC = "everstep"
 """Who asks where the policy does."""
 
@@ -118,11 +119,12 @@ def _ready_to_fence(node_name: str, confirm: str) -> tuple[Node, list[ShareRow]]
     node = _take(node_name)
     if confirm != node.name:
         raise NotConfirmed(f"Type the node's exact name, {node.name}, to confirm; {confirm!r:.100} is not it.")
-    shares = proofs.open_shares(node)
-    refusal = why_not_fenced(_candidate(node, shares))
+    contact, silent_s = _contact(node)
+    unproven = proofs.unproven_on(node)
+    refusal = why_not_fenced(FenceCandidate(name=node.name, contact=contact, silent_s=silent_s, unproven=unproven))
     if refusal:
         raise FenceRefused(refusal)
-    return node, shares
+    return node, proofs.open_shares(node)
 
 
 def _take(node_name: str) -> Node:
@@ -132,12 +134,6 @@ def _take(node_name: str) -> Node:
     if node is None:
         raise NotFound(f"There is no node {node_name}: it never joined under this name.")
     return node
-
-
-def _candidate(node: Node, shares: list[ShareRow]) -> FenceCandidate:
-    contact, silent_s = _contact(node)
-    unproven = tuple(f"generation {share.generation.number} of {share.generation.job_id}" for share in shares)
-    return FenceCandidate(name=node.name, contact=contact, silent_s=silent_s, unproven=unproven)
 
 
 def _contact(node: Node) -> tuple[Contact, float]:
@@ -209,7 +205,7 @@ def _claim(action_id: str, provider: FenceProvider | None) -> FenceAction | None
             return None
         node = _take(action.node.name)
         shares = proofs.open_shares(node)
-        verdict = _why_not_run(action, node, shares, provider)
+        verdict = _why_not_run(action, node, provider)
         if verdict is not None:
             state, why = verdict
             if state:
@@ -228,16 +224,14 @@ def _claim(action_id: str, provider: FenceProvider | None) -> FenceAction | None
         return action
 
 
-def _why_not_run(
-    action: FenceAction, node: Node, shares: list[ShareRow], provider: FenceProvider | None
-) -> tuple[str, str] | None:
+def _why_not_run(action: FenceAction, node: Node, provider: FenceProvider | None) -> tuple[str, str] | None:
     """(state to end in, why) if the provider must not be asked now; an empty state means: wait and look again."""
     contact, _ = _contact(node)
     if contact in (Contact.SEEN, Contact.SUSPECT):
         return "cancelled", "It is in contact again, and must not be switched off."
     if contact is Contact.UNOBSERVED:
         return "", ""
-    if not shares:
+    if not proofs.unproven_on(node):
         return "cancelled", "Nothing waits for a proof of it any more."
     if next_attempt_at(attempts=action.attempts, last_ended_at=action.ended_at) is None:
         died = "Its last run did not come to an end: the worker died over it." if action.state == "running" else ""
@@ -254,7 +248,7 @@ def _keep_result(claimed: FenceAction, result: FenceResult, *, heard_before: flo
         if action is None:
             return  # this run took so long that another worker has taken over
         shares = proofs.open_shares(node)
-        if node.last_heard_at != heard_before:
+        if (node.last_heard_at or 0.0) > (heard_before or 0.0) + _SAME_WORD_S:
             _end(action, shares, state="cancelled", evidence="It was heard while the provider was asked.")
         elif result.off:
             _end(action, shares, state="fenced", evidence=result.evidence)

@@ -16,7 +16,7 @@ from agents.protocol.messages import ProofKind
 from recovery.domain.fences import boot_proof
 from recovery.domain.generations import FenceProof
 from recovery.domain.timeline import Entry, EntryKind
-from recovery.models import FenceAction, GenerationRow, IncidentRow, Node, RankRow, ShareRow
+from recovery.models import FenceAction, GenerationRow, IncidentRow, Job, Node, RankRow, ShareRow, Stray
 from recovery.store import to_json
 from recovery.store.timelines import append_entries
 from recovery.wakeup import announce, announce_change, ask_to_advance
@@ -51,6 +51,7 @@ def fence_node(node: Node, *, kind: ProofKind, at: float, evidence: str) -> None
         number = share.generation.number
         proof = FenceProof(node=node.name, kind=kind, at=at, evidence=evidence, generation=number, recorded_at=at)
         keep_proof(share, proof)
+    Stray.objects.filter(node=node).delete()  # if it runs after all, it says so again and is told to stop
 
 
 def node_returned(node: Node, *, boot_id: str) -> None:
@@ -108,3 +109,15 @@ def open_shares(node: Node) -> list[ShareRow]:
     """What was ordered to run on the node and is not proven gone."""
     rows = ShareRow.objects.filter(node=node, proof__isnull=True, generation__run_ordered_at__isnull=False)
     return list(rows.select_related("generation"))
+
+
+def unproven_on(node: Node) -> tuple[str, ...]:
+    """All that may run on the node, in words: also what a restored database knows of by hearsay only."""
+    shares = ShareRow.objects.filter(node=node, proof__isnull=True, generation__run_ordered_at__isnull=False)
+    known = shares.values_list("generation__number", "generation__job__name")
+    strays = Stray.objects.filter(node=node).values_list("number", "job__name")
+    behind = Job.objects.filter(behind_since__isnull=False).values_list("name", flat=True)
+    return (
+        *(f"generation {number} of {name}" for number, name in (*known, *strays)),
+        *(f"a generation of {name} that this database does not know" for name in behind),
+    )

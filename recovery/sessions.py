@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from django.db import transaction
+from django.db import connection, transaction
 
 from agents.protocol.messages import GpuSample, Hello
 from recovery.models import Node, Observer
@@ -50,7 +50,7 @@ def begin_session(node_id: int, hello: Hello, *, session: str, observer: str) ->
     return node.acknowledged_seq
 
 
-_FORGET_OBSERVER_AFTER_S = 7 * 86400.0
+_FORGET_OBSERVER_AFTER_S = 600.0
 
 
 def end_session(node_id: int, *, session: str) -> None:
@@ -59,29 +59,68 @@ def end_session(node_id: int, *, session: str) -> None:
         announce_change("fleet")
 
 
-def record_heard(
-    heard: Mapping[int, float],
-    *,
-    observer: str,
-    since: float,
-    lag_s: float,
-    offsets: Mapping[int, float],
-    revisions: Mapping[int, int],
-) -> None:
-    """Write when nodes were last heard (server's clock), their clock offsets and the revisions that they took over.
+@dataclass(frozen=True, kw_only=True)
+class Heard:
+    """What a web process has heard of one node over its open connection. Times are Unix seconds, server's clock."""
 
-    With them goes the beat of the web process that heard them: a silence is only as long as an observer saw it. A node
-    without an offset here keeps the one that was last known.
+    node_id: int
+    session: str
+    at: float
+    """When it was heard last."""
+    offset_s: float | None
+    """Server's clock minus the agent's; None if not known yet: what was known before stays."""
+    seen_revision: int
+
+
+def record_heard(heard: Sequence[Heard], *, observer: str, since: float, at: float, lag_s: float) -> frozenset[int]:
+    """Write whom a web process has heard, together with its own beat. Returns the nodes whose session it still holds.
+
+    `at` is the moment at which `heard` was taken: waiting for the database must not look like silence, and what is
+    heard meanwhile may renew a lease. A node that has moved to another connection is left alone.
     """
     with transaction.atomic():
-        now = time.time()
-        Observer.objects.update_or_create(name=observer, defaults={"since": since, "beat_at": now, "lag_s": lag_s})
-        Observer.objects.filter(beat_at__lt=now - _FORGET_OBSERVER_AFTER_S).delete()
-        for node_id, at in sorted(heard.items()):  # in one order everywhere, so that two web processes cannot deadlock
-            known = {"clock_offset_s": offsets[node_id]} if node_id in offsets else {}
-            Node.objects.filter(pk=node_id, observer=observer).update(
-                last_heard_at=at, seen_revision=revisions.get(node_id, 0), **known
+        Observer.objects.update_or_create(name=observer, defaults={"since": since, "beat_at": at, "lag_s": lag_s})
+        ids = [one.node_id for one in heard]
+        sessions = dict(Node.objects.filter(pk__in=ids).values_list("pk", "session"))
+        held = [one for one in heard if sessions.get(one.node_id) == one.session]
+        _write(held, observer)
+    return frozenset(one.node_id for one in held)
+
+
+_AT_ONCE = 1000
+"""Nodes in one statement; SQLite takes some 32,000 parameters."""
+
+
+_UPDATE_HEARD = """
+UPDATE recovery_node SET last_heard_at = heard.column3, seen_revision = heard.column4, observer = %s,
+    clock_offset_s = COALESCE(CAST(heard.column5 AS double precision), clock_offset_s)
+FROM (VALUES {rows}) AS heard
+WHERE recovery_node.id = heard.column1 AND recovery_node.session = heard.column2
+"""
+
+
+def _write(held: Sequence[Heard], observer: str) -> None:
+    """One statement for many nodes: a fleet of a thousand costs some milliseconds, and locks its rows no longer."""
+    for first in range(0, len(held), _AT_ONCE):
+        some = held[first : first + _AT_ONCE]
+        with connection.cursor() as cursor:
+            cursor.execute(
+                _UPDATE_HEARD.format(rows=", ".join(["(%s, %s, %s, %s, %s)"] * len(some))),
+                [
+                    observer,
+                    *(
+                        value
+                        for one in some
+                        for value in (one.node_id, one.session, one.at, one.seen_revision, one.offset_s)
+                    ),
+                ],
             )
+
+
+def forget_observers(*, now: float) -> None:
+    """Drop web processes that are gone and that no node was heard by last: leases are judged by the others."""
+    gone = Observer.objects.filter(beat_at__lt=now - _FORGET_OBSERVER_AFTER_S)
+    gone.exclude(name__in=Node.objects.values("observer")).delete()
 
 
 def record_gpus(node_id: int, samples: Iterable[GpuSample]) -> None:

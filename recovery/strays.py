@@ -9,17 +9,23 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
+from dataclasses import replace
 
 import msgspec
 from django.db import transaction
 from django.db.models import F, Max
 
 from agents.protocol.messages import Assignment, AssignmentPhase, AssignmentReport, LaunchSpec, SeenPhase
+from recovery.domain.incident import Incident, IncidentState
 from recovery.domain.instructions import JOB_ENDS, JobState
-from recovery.domain.plan import CheckpointRef, LeaseLimits, RecoveryPlan
-from recovery.models import GenerationRow, Job, Node, ShareRow, Stray
-from recovery.store import to_json
-from recovery.wakeup import announce_change, push_orders
+from recovery.domain.plan import CheckpointRef, RecoveryPlan
+from recovery.domain.silence import Contact
+from recovery.domain.timeline import Entry, EntryKind, join_names
+from recovery.models import FenceAction, GenerationRow, IncidentRow, Job, Node, ShareRow, Stray
+from recovery.store import from_json, to_json
+from recovery.store.situations import load_fleet
+from recovery.store.timelines import append_entries
+from recovery.wakeup import announce, announce_change, push_orders
 
 log = logging.getLogger(__name__)
 
@@ -35,27 +41,20 @@ def note_stray(node: Node, report: AssignmentReport, *, at: float) -> None:
         return
     if not Job.objects.filter(pk=report.job).exists():
         return
+    said = {
+        "plan_id": report.plan_id,
+        "phase": report.phase.value,
+        "launch": None if report.launch is None else msgspec.to_builtins(report.launch),
+        "boot_id": report.boot_id,
+        "keeps_lease": report.keeps_lease,
+        "reported_at": at,
+    }
     Stray.objects.update_or_create(
         node=node,
         job_id=report.job,
         number=report.generation,
-        defaults={
-            "plan_id": report.plan_id,
-            "phase": report.phase.value,
-            "launch": None if report.launch is None else msgspec.to_builtins(report.launch),
-            "boot_id": report.boot_id,
-            "keeps_lease": report.keeps_lease,
-            "reported_at": at,
-        },
-        create_defaults={
-            "plan_id": report.plan_id,
-            "phase": report.phase.value,
-            "launch": None if report.launch is None else msgspec.to_builtins(report.launch),
-            "boot_id": report.boot_id,
-            "keeps_lease": report.keeps_lease,
-            "first_reported_at": at,
-            "reported_at": at,
-        },
+        defaults=said,
+        create_defaults={**said, "first_reported_at": at},
     )
     Node.objects.filter(pk=node.pk).update(revision=F("revision") + 1)
     push_orders()
@@ -107,31 +106,84 @@ def settle_strays(job_id: str) -> None:
         if not strays:
             _catch_up_without(job)
             return
-        (number, plan_id), shares = max(strays.items())
-        plan = _plan_of(job, number, plan_id, shares)
-        if plan is not None:
-            _adopt(job, plan, shares)
-        elif job.behind_since is not None and time.time() - job.behind_since > PAGE_AFTER_S:
-            reason = (
-                f"Generation {number} runs on {', '.join(s.node.name for s in shares)}; its other nodes are unseen."
-            )
-            if job.reason != reason:
-                Job.objects.filter(pk=job.pk).update(reason=reason)
-                log.error("page: job=%s %s", job.pk, reason)
+        newest = max(strays)
+        shares = strays[newest]
+        found = _plan_of(job, *newest, shares)
+        if isinstance(found, RecoveryPlan):
+            _adopt(job, found, shares)
+        else:
+            names = join_names(sorted(share.node.name for share in shares))
+            _page_late(job, f"Generation {newest[0]} runs on {names}; {found} Until then nothing is done for this job.")
 
 
 def _catch_up_without(job: Job) -> None:
-    """Nobody reports the newer generation as running: once agents had time to come back, what is known counts."""
-    if job.behind_since is not None and time.time() - job.behind_since > PAGE_AFTER_S:
-        Job.objects.filter(pk=job.pk).update(behind_since=None, version=F("version") + 1)
+    """Nobody reports a newer generation that may go on: once nobody can run one either, what is known counts.
+
+    Agents have a minute to come back and tell. A node that cannot be seen after it may run what is not known here, so
+    that nothing is launched before it is seen, or said to be off.
+    """
+    if job.stop_wanted:
+        _stop_known(job)
+    going = [stray.node.name for stray in Stray.objects.filter(job=job).select_related("node")]
+    if going:
+        names = join_names(sorted(set(going)))
+        _page_late(job, f"Waiting for {names} to stop a generation that this database does not know.")
+        return
+    if time.time() - (job.behind_since or 0.0) <= PAGE_AFTER_S:
+        return
+    unseen = _unseen_since(job)
+    if unseen:
+        _page_late(
+            job,
+            f"A generation newer than this database may run on {join_names(unseen)}, which cannot be seen. Bring them "
+            "back, or attest that they are powered off. Until then nothing is done for this job.",
+        )
+        return
+    Job.objects.filter(pk=job.pk).update(behind_since=None, reason="", version=F("version") + 1)
+    announce_change(f"job:{job.pk}")
 
 
-def _plan_of(job: Job, number: int, plan_id: str, shares: list[Stray]) -> RecoveryPlan | None:
-    """The plan that these nodes run by, if every node of it is there; None if one is missing or they disagree."""
+def _stop_known(job: Job) -> None:
+    known = GenerationRow.objects.filter(job=job).exclude(wanted=AssignmentPhase.STOP.value)
+    if known.update(wanted=AssignmentPhase.STOP.value, stop_ordered_at=time.time()):
+        Node.objects.filter(shares__generation__job=job).update(revision=F("revision") + 1)
+        push_orders()
+
+
+def _unseen_since(job: Job) -> list[str]:
+    """Nodes that are not in contact, and that nobody has called off since the job is behind."""
+    called_off = set(
+        FenceAction.objects.filter(
+            state="fenced", contradicted_at__isnull=True, requested_at__gte=job.behind_since, boot_id=F("node__boot_id")
+        ).values_list("node__name", flat=True)
+    )
+    return [
+        node.name
+        for node in load_fleet(time.time()).nodes
+        if node.contact is not Contact.SEEN and node.last_heard_at is not None and node.name not in called_off
+    ]
+
+
+def _page_late(job: Job, reason: str) -> None:
+    """Say what is in the way, and page once it has been for a while."""
+    if job.reason == reason or time.time() - (job.behind_since or 0.0) <= PAGE_AFTER_S:
+        return
+    Job.objects.filter(pk=job.pk).update(reason=reason[:1000])
+    announce_change(f"job:{job.pk}")
+    log.error("page: job=%s %s", job.pk, reason)
+
+
+def _plan_of(job: Job, number: int, plan_id: str, shares: list[Stray]) -> RecoveryPlan | str:
+    """The plan that these nodes run by, if every node of it is there; else a sentence for what is in the way.
+
+    No lease: its runners may hold longer terms than this database knows, and a proof must not come before they act.
+    """
     launches: dict[int, tuple[Stray, LaunchSpec]] = {}
     for share in shares:
         if share.launch is None or share.phase != SeenPhase.RUNNING.value:
-            return None
+            return f"{share.node.name} says that it is {share.phase}."
+        if share.node.claimed_by_id not in (None, job.pk):
+            return f"{share.node.name} is held by job {share.node.claimed_by_id} here. Stop one of the two."
         launch = msgspec.convert(share.launch, LaunchSpec)
         launches[launch.node_rank] = (share, launch)
     first = next(iter(launches.values()))[1]
@@ -139,8 +191,11 @@ def _plan_of(job: Job, number: int, plan_id: str, shares: list[Stray]) -> Recove
         (one.run_id, one.node_count, one.ranks_per_node, one.parent_generation, one.parent_step, one.master_port)
         for _, one in launches.values()
     }
-    if len(same) != 1 or sorted(launches) != list(range(first.node_count)):
-        return None
+    if len(same) != 1:
+        return "they do not run the same launch. Stop the job."
+    missing = first.node_count - len(launches)
+    if sorted(launches) != list(range(first.node_count)):
+        return f"{missing} of its {first.node_count} nodes are unseen. Bring them back, or stop the job."
     parent = (
         None
         if first.parent_generation is None or first.parent_step is None
@@ -157,14 +212,11 @@ def _plan_of(job: Job, number: int, plan_id: str, shares: list[Stray]) -> Recove
         parent=parent,
         parent_reason="found running; this database is older than its plan",
         placement_reason="found running there",
-        lease=LeaseLimits() if all(share.keeps_lease for share in shares) else None,
+        lease=None,
     )
 
 
 def _adopt(job: Job, plan: RecoveryPlan, shares: list[Stray]) -> None:
-    nodes = [share.node for share in shares]
-    if any(node.claimed_by_id not in (None, job.pk) for node in nodes):
-        return  # another job holds a node of it: a person has to look, and is paged
     now = time.time()
     launch = msgspec.convert(shares[0].launch, LaunchSpec)
     row = GenerationRow.objects.create(
@@ -176,7 +228,6 @@ def _adopt(job: Job, plan: RecoveryPlan, shares: list[Stray]) -> None:
         master_port=launch.master_port,
         created_at=now,
         run_ordered_at=now,
-        lease=None if plan.lease is None else to_json(plan.lease),
         adopted=True,
     )
     by_name = {share.node.name: share for share in shares}
@@ -198,6 +249,7 @@ def _adopt(job: Job, plan: RecoveryPlan, shares: list[Stray]) -> None:
     Node.objects.filter(name__in=plan.nodes).update(claimed_by=job)
     Node.objects.filter(shares__generation__job=job).update(revision=F("revision") + 1)
     Stray.objects.filter(job=job, number=plan.generation).delete()
+    _end_incident(job, plan, now)
     Job.objects.filter(pk=job.pk).update(
         generation=plan.generation,
         behind_since=None,
@@ -210,3 +262,27 @@ def _adopt(job: Job, plan: RecoveryPlan, shares: list[Stray]) -> None:
     push_orders()
     announce_change(f"job:{job.pk}")
     announce_change("fleet")
+
+
+def _end_incident(job: Job, plan: RecoveryPlan, now: float) -> None:
+    """What an open incident wanted to do was done before the backup was restored, or is no longer to be done."""
+    row = IncidentRow.objects.filter(job=job, ended=False).first()
+    if row is None:
+        return
+    state = IncidentState.CANCELLED
+    ended = replace(from_json(row.body, Incident), state=state, state_since=now, deadline_at=None)
+    IncidentRow.objects.filter(pk=row.pk).update(
+        state=state.value,
+        ended=True,
+        ended_at=now,
+        deadline_at=None,
+        command="",
+        body=to_json(ended),
+        version=F("version") + 1,
+    )
+    text = (
+        f"Generation {plan.generation} was found running on {join_names(plan.nodes)} and taken over: this incident was "
+        "restored from a backup that is older. Nothing more is done for it."
+    )
+    entry = Entry(kind=EntryKind.STATE, at=now, text=text, data={"from": row.state, "to": state.value})
+    announce(f"incident:{row.pk}", append_entries(row.pk, [entry]))

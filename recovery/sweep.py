@@ -11,17 +11,20 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
-from django.db import close_old_connections
+from django.db import InterfaceError, OperationalError, close_old_connections
 from django.db.models import Q
 
 from recovery import absence, engine
 from recovery.breaker import advance_breaker
+from recovery.domain.fleet import FleetSnapshot
 from recovery.domain.instructions import JOB_ENDS
 from recovery.drill_outcomes import settle_drill
 from recovery.fencing import look_after_fences, redrive
 from recovery.models import Claim, Drill, FenceAction, IncidentRow, Job
 from recovery.probes import ask_for_probes
+from recovery.store.situations import load_fleet
 from recovery.strays import settle_strays
 
 log = logging.getLogger(__name__)
@@ -29,6 +32,9 @@ log = logging.getLogger(__name__)
 INTERVAL_S = 2.0
 CLAIM_S = 6.0
 """A sweep whose process died is taken over after this long; two sweeps at once would do no harm."""
+FLEET_COUNTS_FOR_S = 1.0
+"""One look at the fleet serves all jobs for so long: a thousand nodes cost a tenth of a second."""
+AWAY_AFTER_FAILURES = 3
 
 
 def sweep_if_due() -> bool:
@@ -50,40 +56,49 @@ def sweep_if_due() -> bool:
 
 def sweep() -> None:
     """Advance every open incident, job and drill; one that fails is logged and does not hold up the others."""
+    look = _Look()
     ends = [state.value for state in JOB_ENDS]
-    _guarded("breaker", "")  # before anything is concluded from a node's silence
-    _guarded("probes", "")
-    _guarded("fences", "")
+    look.at("breaker", "", advance_breaker)  # before anything is concluded from a node's silence
+    look.at("probes", "", ask_for_probes)
+    look.at("fences", "", look_after_fences)
     for action_id in FenceAction.objects.filter(state__in=("requested", "running")).values_list("pk", flat=True):
-        _guarded("fence", action_id)
+        look.at("fence", action_id, partial(redrive, action_id))
     for job_id in Job.objects.filter(behind_since__isnull=False).values_list("pk", flat=True):
-        _guarded("stray", job_id)
+        look.at("stray", job_id, partial(settle_strays, job_id))
     for incident_id in IncidentRow.objects.filter(ended=False, job__isnull=False).values_list("pk", flat=True):
-        _guarded("incident", incident_id)
+        look.at("incident", incident_id, lambda pk=incident_id: engine.advance_incident(pk, fleet=look.fleet()))
     unsettled = ~Q(state__in=ends) | Q(claimed_nodes__isnull=False) | Q(generations__wanted__in=("prepare", "run"))
     for job_id in Job.objects.filter(unsettled).distinct().values_list("pk", flat=True):
-        _guarded("job", job_id)
+        look.at("job", job_id, lambda pk=job_id: engine.advance_job(pk, fleet=look.fleet()))
     for drill_id in Drill.objects.filter(ended=False).values_list("pk", flat=True):
-        _guarded("drill", drill_id)
+        look.at("drill", drill_id, partial(settle_drill, drill_id))
 
 
-_ADVANCE: dict[str, Callable[[str], object]] = {
-    "breaker": lambda _: advance_breaker(),
-    "probes": lambda _: ask_for_probes(),
-    "fences": lambda _: look_after_fences(),
-    "fence": redrive,
-    "stray": settle_strays,
-    "incident": engine.advance_incident,
-    "job": engine.advance_job,
-    "drill": settle_drill,
-}
+class _Look:
+    """One sweep: the fleet is read once for many jobs, and a database that is away ends it early."""
 
+    def __init__(self) -> None:
+        self._fleet: FleetSnapshot | None = None
+        self._read_at = 0.0
+        self._failures = 0
+        """Of the database, one after the other."""
 
-def _guarded(kind: str, identifier: str) -> None:
-    try:
-        _ADVANCE[kind](identifier)
-    except Exception:
-        log.exception("sweep: %s=%s could not be advanced; trying again in %.0f s", kind, identifier, INTERVAL_S)
+    def fleet(self) -> FleetSnapshot:
+        if self._fleet is None or time.monotonic() - self._read_at > FLEET_COUNTS_FOR_S:
+            self._fleet, self._read_at = load_fleet(time.time()), time.monotonic()
+        return self._fleet
+
+    def at(self, kind: str, identifier: str, advance: Callable[[], object]) -> None:
+        try:
+            advance()
+            self._failures = 0
+        except (OperationalError, InterfaceError):
+            self._failures += 1
+            if self._failures >= AWAY_AFTER_FAILURES:
+                raise  # each further try could wait for the database as long as this one did
+            log.warning("sweep: %s=%s: the database did not answer", kind, identifier, exc_info=True)
+        except Exception:
+            log.exception("sweep: %s=%s could not be advanced; trying again in %.0f s", kind, identifier, INTERVAL_S)
 
 
 class SweepTimer(threading.Thread):

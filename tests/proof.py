@@ -49,6 +49,8 @@ PROOFS = [
     planted("scheduler", "the scheduler was not restored"),
     planted("sampler", "the sampler was not restored"),
     planted("ghost", "a process of generation 1 outlived the stop"),
+    Proof("drills of every kind", ["drills"], ["drills", "passed", "slowest_s"]),
+    Proof("a job on a single node", ["single-node"], ["cut", "steps_lost", "gone", "fence", "overlap_margin_s"]),
     Proof("dying workers, Redis gone", ["chaos"], ["scenarios", "recovered", "worker_kills", "slowest_s"]),
 ]
 

@@ -193,23 +193,26 @@ def _begin(fault: Fault) -> bool:
     """Do it, if it may still be; False if it may not."""
     file = fault.file
     if file.value.boot_id != this_boot() or boottime_ns() > file.value.not_after_ns:
-        file.note(step=KeptStep.EXPIRED, detail="its deadline passed before its moment came")
-        return False
+        return _decline(file, KeptStep.EXPIRED, "its deadline passed before its moment came")
     refusal = fault.check()
     if refusal:
-        file.note(step=KeptStep.REFUSED, detail=refusal)
-        return False
+        return _decline(file, KeptStep.REFUSED, refusal)
     file.note(step=KeptStep.DOING, undo_at_ns=boottime_ns() + int(file.value.duration_s * SECOND_NS))
     at = time.time()
     try:
         words = fault.begin()
     except (CannotIsolate, AgentError, OSError) as err:
         fault.undo(restart=True)
-        _note_if_possible(file, step=KeptStep.REFUSED, detail=str(err))
-        return False
+        return _decline(file, KeptStep.REFUSED, str(err))
     _note_if_possible(file, step=KeptStep.APPLIED, applied_at=at, detail=words)
     log.info("a fault is applied", drill=file.value.drill, kind=file.value.kind, detail=words)
     return True
+
+
+def _decline(file: KeptFile, step: KeptStep, detail: str) -> bool:
+    _join_group(file.value.agent_group)
+    _note_if_possible(file, step=step, detail=detail)
+    return False
 
 
 def _note_if_possible(file: KeptFile, **changes: Any) -> None:

@@ -7,6 +7,7 @@ cost, and one slow socket would hold up all others. Database work runs in a smal
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
@@ -14,6 +15,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+
+from django.db import InterfaceError, OperationalError
 
 from agents.protocol.codec import encode_frame
 from agents.protocol.errors import CloseCode, ProtocolError
@@ -32,8 +35,9 @@ from agents.protocol.messages import (
 )
 from agents.protocol.session import ServerSession
 from agents.protocol.version import PROTOCOL_VERSION
-from dashboard.database_threads import in_database_thread
+from dashboard.database_threads import DatabaseThreads, in_database_thread
 from recovery import access, ingest, orders, sessions, wakeup
+from recovery.domain.silence import OBSERVER_GONE_AFTER_S
 from recovery.ids import fresh_id
 from recovery.store.situations import GRANT_S
 
@@ -47,12 +51,18 @@ RECORD_EVERY_S = 1.0
 LOOK_EVERY_S = 1.0
 PUSH_AGAIN_AFTER_S = 5.0
 """An order that the agent has not taken over by then is sent once more: its disk may have been full."""
+LONGEST_PAUSE_S = 2.0
+"""Between two tries to store facts."""
 SEND_WITHIN_S = 5.0
 """A peer whose socket takes nothing for this long is let go: orders to all others wait behind it."""
 CLOCK_BEATS = 30
 """Heartbeats that tell the offset of an agent's clock; older ones are forgotten, since clocks are put right."""
-FROZEN_S = 3.0
+BLIND_AFTER_S = OBSERVER_GONE_AFTER_S
+"""Without a record for this long (it stood still, or the database did) this process counts as started anew."""
+TIDY_EVERY_S = 60.0
 LAG_COUNTS_FOR_S = 10.0
+DATABASE_AWAY = (OperationalError, InterfaceError)
+AWAY = "The server cannot reach its database. Reconnect: nothing is lost meanwhile."
 MAX_WAITING_FACTS = 2000
 MAX_BATCH = 500
 
@@ -70,7 +80,10 @@ class Connection:
     session: str = field(default_factory=lambda: fresh_id("ses"))
     protocol: ServerSession = field(default_factory=ServerSession)
     facts: asyncio.Queue[tuple[int, FromAgent]] = field(default_factory=lambda: asyncio.Queue(MAX_WAITING_FACTS))
-    heard_at: float = 0.0
+    heard_at: float | None = None
+    """On the monotonic clock: the wall clock may be put right between two heartbeats."""
+    recorded_at: float = -math.inf
+    """On the monotonic clock: the newest record that holds this connection was taken then."""
     clock_deltas: deque[float] = field(default_factory=lambda: deque(maxlen=CLOCK_BEATS))
     seen_revision: int = 0
     wanted_revision: int = 0
@@ -125,98 +138,131 @@ class Lag:
 
 
 class Fleet:
-    """All sockets of this web process, and the one task that keeps rows and sockets in step."""
+    """All sockets of this web process, and the tasks that keep rows and sockets in step."""
 
     def __init__(self) -> None:
         self.connections: set[Connection] = set()
-        self._task: asyncio.Task[None] | None = None
-        self._hint: asyncio.Task[None] | None = None
-        self._look = asyncio.Event()
         self.observer = fresh_id("obs")
+        """Names this process, as long as it listens without a break."""
+        self._tasks: list[asyncio.Task[None]] = []
+        self._look = asyncio.Event()
         self._since = 0.0
-        self._recorded_at = -math.inf
-        """On the monotonic clock, when the last record was begun that succeeded."""
+        self._recorded_at = 0.0
+        """When the newest record was taken that succeeded, or when it began anew. Monotonic, like all times here."""
+        self._tidied_at = 0.0
         self._lag = Lag()
 
     def add(self, connection: Connection) -> None:
         self.connections.add(connection)
-        self.listen()
 
     def listen(self) -> None:
         """Begin to observe, also without a connection: that nobody comes says something only if somebody listens."""
-        if self._task is None or self._task.done():
+        if all(task.done() for task in self._tasks):
             self._look = asyncio.Event()
-            self._task = asyncio.create_task(self._run())
-            self._hint = asyncio.create_task(self._listen())
+            self._begin_anew()
+            self._tasks = [asyncio.create_task(work()) for work in (self._beat, self._run, self._listen)]
 
     def remove(self, connection: Connection) -> None:
         self.connections.discard(connection)
 
     async def close(self) -> None:
         """End the tasks of this process."""
-        tasks = [task for task in (self._task, self._hint) if task is not None]
-        for task in tasks:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def grants_lease(self, connection: Connection) -> bool:
+        """Whether what is heard now is sure to be written down: else a lease could outlive what the rows say."""
+        return time.monotonic() - connection.recorded_at <= GRANT_S
+
+    async def _beat(self) -> None:
+        """Write down each second whom this process heard, whatever else it has to do."""
+        while True:
+            began = time.monotonic()
+            try:
+                await self._record()
+            except DATABASE_AWAY as err:
+                log.warning("agents' sockets: whom they heard is not stored, no lease is granted: %s", err)
+            except Exception:
+                log.exception("agents' sockets: whom they heard is not stored; trying again in %.0f s", RECORD_EVERY_S)
+            wait_s = max(0.0, began + RECORD_EVERY_S - time.monotonic())
+            asked_at = time.monotonic()
+            await asyncio.sleep(wait_s)
+            self._lag.note(time.monotonic() - asked_at - wait_s)
 
     async def _run(self) -> None:
-        try_at = 0.0
-        self._since = time.time()
+        """Bring sockets in step with the rows, once a second and whenever somebody says that orders changed."""
         while True:
             try:
-                if time.monotonic() >= try_at:
-                    try_at = time.monotonic() + RECORD_EVERY_S
-                    await self._record()
                 await self._compare()
+            except DATABASE_AWAY as err:
+                log.warning("agents' sockets: orders not compared, trying again in %.0f s: %s", LOOK_EVERY_S, err)
             except Exception:
-                log.exception("agents' sockets: database not reached, trying again in %.0f s", LOOK_EVERY_S)
-            asked_at = time.monotonic()
-            hinted = False
-            try:
+                log.exception("agents' sockets: orders not compared, trying again in %.0f s", LOOK_EVERY_S)
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._look.wait(), LOOK_EVERY_S)
-                hinted = True
-            except TimeoutError:
-                late_s = time.monotonic() - asked_at - LOOK_EVERY_S
-                self._lag.note(late_s)
-                if late_s > FROZEN_S:
-                    self._since = time.time()  # it stood still: what it did not hear meanwhile says nothing
-            if hinted:
-                self._look.clear()
+            self._look.clear()
 
     async def _listen(self) -> None:
         """Redis says when orders changed; without it the once-a-second look does."""
+        told = False
         while True:
             try:
                 client = wakeup.async_redis_client()
                 async with client, client.pubsub() as channel:
                     await channel.subscribe(wakeup.ORDERS_CHANNEL)
+                    told = False
                     while True:
                         message = await channel.get_message(ignore_subscribe_messages=True, timeout=5.0)
                         if message is not None:
                             self._look.set()
             except Exception as err:
-                log.info("orders: no hints from the broker (%s); looking once a second", err)
+                if not told:
+                    log.warning("orders: no hints from the broker (%s); looking once a second", err)
+                told = True
                 await asyncio.sleep(1.0)
 
     async def _record(self) -> None:
-        began = time.monotonic()
-        known = [c for c in self.connections if c.heard_at and c.protocol.hello is not None]
-        await in_database_thread(
+        taken_at, at = time.monotonic(), time.time()
+        if taken_at - self._recorded_at > BLIND_AFTER_S:
+            self._begin_anew()
+        # Who was heard before this process began to listen may have left since: it is no word of theirs.
+        heard = [c for c in self.connections if c.heard_at is not None and c.heard_at >= self._since]
+        held = await _beat_thread.run(
             sessions.record_heard,
-            {c.node_id: c.heard_at for c in known},
+            [
+                sessions.Heard(
+                    node_id=c.node_id,
+                    session=c.session,
+                    at=at - (taken_at - (c.heard_at or taken_at)),
+                    offset_s=c.offset_s,
+                    seen_revision=c.seen_revision,
+                )
+                for c in heard
+            ],
             observer=self.observer,
-            since=self._since,
+            since=at - (taken_at - self._since),
+            at=at,
             lag_s=self._lag.worst_s,
-            offsets={c.node_id: c.offset_s for c in self.connections if c.offset_s is not None},
-            revisions={c.node_id: c.seen_revision for c in self.connections},
         )
-        self._recorded_at = began
-        self._lag.note(time.monotonic() - began)
+        self._recorded_at = taken_at
+        for connection in heard:
+            if connection.node_id in held:
+                connection.recorded_at = taken_at
+        self._lag.note(time.monotonic() - taken_at)
+        if taken_at - self._tidied_at > TIDY_EVERY_S:
+            self._tidied_at = taken_at
+            await _beat_thread.run(sessions.forget_observers, now=at)
 
-    @property
-    def grants_leases(self) -> bool:
-        """Whether what is heard now is sure to be written down: else a lease could outlive what the rows say."""
-        return time.monotonic() - self._recorded_at <= GRANT_S
+    def _begin_anew(self) -> None:
+        """Listen under a new name: what this process did not hear until now says nothing, like after a start.
+
+        No lease is granted before the connection has been recorded under that name.
+        """
+        self.observer = fresh_id("obs")
+        self._since = self._recorded_at = time.monotonic()
+        for connection in self.connections:
+            connection.recorded_at = -math.inf
 
     async def _compare(self) -> None:
         """Push what changed; close what was superseded or revoked."""
@@ -224,25 +270,28 @@ class Fleet:
         if not ready:
             return
         wanted = await in_database_thread(sessions.wanted_states, [c.node_id for c in ready])
-        for connection in ready:
-            try:
-                await _bring_in_step(connection, wanted.get(connection.node_id))
-            except Exception:  # one node's trouble must not keep orders from the others
-                log.exception("node=%s order not pushed; trying again in %.0f s", connection.node, LOOK_EVERY_S)
+        await asyncio.gather(*(_bring_in_step(c, wanted.get(c.node_id)) for c in ready))
 
 
+_beat_thread = DatabaseThreads(1, name="beat-database")
+"""Of its own: while other work waits for a database that hangs, nodes must not look silent."""
 fleet = Fleet()
 
 
 async def _bring_in_step(connection: Connection, state: sessions.WantedState | None) -> None:
     if state is None or state.revoked:
         connection.close(CloseCode.REVOKED, "This node's credential was revoked. Join again with a new token.")
-    elif state.session != connection.session:
+        return
+    if state.session != connection.session:
         connection.close(CloseCode.SUPERSEDED, "A newer connection of this node has taken over.")
-    else:
-        connection.wanted_revision = state.revision
-        if state.revision != connection.pushed_revision or connection.is_behind:
-            await push(connection)
+        return
+    connection.wanted_revision = state.revision
+    if state.revision == connection.pushed_revision and not connection.is_behind:
+        return
+    try:
+        await push(connection)
+    except Exception:  # one node's trouble must not keep orders from the others
+        log.exception("node=%s order not pushed; trying again in %.0f s", connection.node, LOOK_EVERY_S)
 
 
 async def push(connection: Connection) -> None:
@@ -279,7 +328,12 @@ async def agent_socket(scope: dict[str, Any], receive: Receive, send: Send) -> N
     if event["type"] != "websocket.connect":
         return
     await send({"type": "websocket.accept"})
-    node = await in_database_thread(access.node_for_credential, _credential(scope))
+    try:
+        node = await in_database_thread(access.node_for_credential, _credential(scope))
+    except DATABASE_AWAY as err:
+        log.warning("an agent was sent away, since the database cannot be asked who it is: %s", err)
+        await _end(send, CloseCode.SERVER_ERROR, AWAY)
+        return
     if node is None:
         await _end(send, CloseCode.UNAUTHORIZED, "This credential is unknown or revoked. Join with a new join token.")
         return
@@ -291,9 +345,20 @@ async def agent_socket(scope: dict[str, Any], receive: Receive, send: Send) -> N
         await _end(send, err.code, err.reason)
     except TimeoutError:
         await _end(send, CloseCode.MALFORMED, f"No hello within {HELLO_WITHIN_S:.0f} s.")
+    except DATABASE_AWAY as err:
+        log.warning("node=%s sent away, since its session cannot be stored: %s", node.name, err)
+        await _end(send, CloseCode.SERVER_ERROR, AWAY)
     finally:
         fleet.remove(connection)
+        await _forget_session(connection)
+
+
+async def _forget_session(connection: Connection) -> None:
+    """Say that nobody is connected any more; if that cannot be stored, the node's silence tells it."""
+    try:
         await in_database_thread(sessions.end_session, connection.node_id, session=connection.session)
+    except DATABASE_AWAY as err:
+        log.warning("node=%s its session stays noted as open: %s", connection.node, err)
 
 
 def _credential(scope: dict[str, Any]) -> str:
@@ -315,6 +380,7 @@ async def _end(send: Send, code: int, reason: str) -> None:
 
 
 async def _serve(connection: Connection, receive: Receive) -> None:
+    fleet.listen()
     hello = await asyncio.wait_for(_next_message(connection, receive), HELLO_WITHIN_S)
     if hello is None:
         return
@@ -323,7 +389,7 @@ async def _serve(connection: Connection, receive: Receive) -> None:
     acknowledged = await in_database_thread(
         sessions.begin_session, connection.node_id, message, session=connection.session, observer=fleet.observer
     )
-    connection.heard_at = time.time()
+    connection.heard_at = time.monotonic()
     welcome = Welcome(
         protocol=PROTOCOL_VERSION,
         server_version=SERVER_VERSION,
@@ -367,7 +433,7 @@ async def _next_message(connection: Connection, receive: Receive) -> tuple[int, 
 async def _receive_all(connection: Connection, receive: Receive) -> None:
     while (received := await _next_message(connection, receive)) is not None:
         now = time.time()
-        connection.heard_at = now
+        connection.heard_at = time.monotonic()
         seq, message = received
         match message:
             case Heartbeat(at=at, revision=revision):
@@ -375,7 +441,7 @@ async def _receive_all(connection: Connection, receive: Receive) -> None:
                     connection.clock_deltas.append(now - at)
                 connection.seen_revision = revision
                 reply = HeartbeatReply(
-                    at=now, echo_at=at, revision=connection.wanted_revision, grants_lease=fleet.grants_leases
+                    at=now, echo_at=at, revision=connection.wanted_revision, grants_lease=fleet.grants_lease(connection)
                 )
                 await connection.say(reply)
             case GpuSamples(samples=samples):
@@ -419,7 +485,9 @@ async def _store(connection: Connection, batch: list[tuple[int, FromAgent]]) -> 
                 session=connection.session,
                 offset_s=connection.offset_s,
             )
+        except DATABASE_AWAY as err:
+            log.warning("node=%s facts not stored, trying again in %.1f s: %s", connection.node, pause_s, err)
         except Exception:
             log.exception("node=%s facts not stored; trying again in %.1f s", connection.node, pause_s)
-            await asyncio.sleep(pause_s)
-            pause_s = min(pause_s * 2, 5.0)
+        await asyncio.sleep(pause_s)
+        pause_s = min(pause_s * 2, LONGEST_PAUSE_S)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from django import template
-from django.utils.html import format_html
+from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 
 register = template.Library()
@@ -371,6 +371,14 @@ def _span(value: float) -> str:
 def as_json(value: object) -> str:
     """JSON for a `data-` attribute; the template escapes it."""
     return json.dumps(value, separators=(",", ":"))
+
+
+@register.filter
+def inline_code(text: str) -> SafeString:
+    """A sentence in which what stands between backticks is code."""
+    parts = text.split("`")
+    told = ((format_html("<code>{}</code>", part) if at % 2 else part,) for at, part in enumerate(parts))
+    return format_html_join("", "{}", told)
 
 
 @register.filter

@@ -13,6 +13,7 @@ from dashboard.views.page import present, signed_in
 from recovery import fencing, queries
 from recovery.domain.silence import Contact
 from recovery.errors import FenceRefused, NotConfirmed
+from recovery.queries import JobDetail, NodeDetail
 from recovery.queries.nodes import STALE_GPU_S, contact_limit_s
 
 PARTS = {"head": "_node_head.html", "fence": "_fence_panel.html", "node": "_node.html"}
@@ -58,10 +59,18 @@ def _show(request: HttpRequest, name: str, *, status: int = 200, **forms: FenceF
     context = {
         "node": seen,
         "show_fence": bool(seen.unproven) and seen.contact is not Contact.SEEN,
+        "stepping": _stepping_on(seen),
         "attest": FenceForm(),
         "power_off": FenceForm(),
     }
     return present(request, "node", context | forms | _limits(), parts=PARTS, status=status)
+
+
+def _stepping_on(node: NodeDetail) -> list[JobDetail]:
+    """Jobs whose ranks on this node are known to step, though the node itself cannot be seen."""
+    held = {share.job for share in node.unproven}
+    jobs = [queries.get_job(job) for job in sorted(held)] if node.contact is not Contact.SEEN else []
+    return [job for job in jobs if any(one.node == node.name and one.trains_on for one in job.unseen)]
 
 
 def _ask(request: HttpRequest, name: str) -> HttpResponse:

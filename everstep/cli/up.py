@@ -198,7 +198,7 @@ def _manage(plane: ControlPlane, *arguments: str, limit_s: float = 60) -> Servic
 def _web(plane: ControlPlane) -> Service:
     argv = [sys.executable, "-m", "uvicorn", "dashboard.asgi:application", "--host", HOST, "--port", str(plane.port)]
     argv += ["--ws", "websockets-sansio", "--ws-per-message-deflate", "false", "--no-access-log"]
-    argv += ["--timeout-graceful-shutdown", "2", "--lifespan", "off"]
+    argv += ["--timeout-graceful-shutdown", "2", "--lifespan", "on"]
     return Service(
         name="web",
         argv=argv,

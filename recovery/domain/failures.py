@@ -25,13 +25,22 @@ def diagnosed(incident: Incident, situation: Situation, now: float) -> tuple[Inc
         cause = node_silent(broken, silent_s)
     if cause is None:
         return incident, ()
+    known = replace(incident, cause=cause, fault_at=_fault_at(incident, cause, situation))
     fault = Entry(
         kind=EntryKind.FAULT,
-        at=incident.fault_at,
+        at=known.fault_at,
         text=cause.sentence,
         data={"rank": cause.rank, "node": cause.node, "kind": cause.kind.value, "cascade": list(cause.cascade)},
     )
-    return replace(incident, cause=cause, reached_step=reached_step(situation.generations)), (fault,)
+    return replace(known, reached_step=reached_step(situation.generations)), (fault,)
+
+
+def _fault_at(incident: Incident, cause: Cause, situation: Situation) -> float:
+    """When it broke: a node that is gone was heard last before the rank died elsewhere that told of it."""
+    node = situation.fleet.node(cause.node) if cause.kind is CauseKind.NODE_LOST and cause.node else None
+    if node is None or node.last_heard_at is None:
+        return incident.fault_at
+    return min(incident.fault_at, node.last_heard_at)
 
 
 def first_hand_cause(generation: GenerationView, situation: Situation, now: float) -> Cause | None:
@@ -74,13 +83,14 @@ def second_look(incident: Incident, situation: Situation, now: float) -> tuple[I
         or (cause.rank, cause.kind) == (incident.cause.rank, incident.cause.kind)
     ):
         return incident, ()
+    known = replace(incident, cause=cause, fault_at=_fault_at(incident, cause, situation))
     entry = Entry(
         kind=EntryKind.FAULT,
-        at=incident.fault_at,
+        at=known.fault_at,
         text=f"On a second look, with word from every node: {cause.sentence}",
         data={"rank": cause.rank, "node": cause.node, "kind": cause.kind.value, "cascade": list(cause.cascade)},
     )
-    return replace(incident, cause=cause), (entry,)
+    return known, (entry,)
 
 
 def told_exits(generation: GenerationView) -> tuple[RankView, ...]:

@@ -88,5 +88,6 @@ def judge_silence(
     elif silent_s >= limits.suspect_s:
         contact = Contact.SUSPECT
     else:
-        contact = Contact.SEEN
+        # Heard by a process that is gone, and not yet by one that is there: it may be back in a moment, or be dead.
+        contact = Contact.UNOBSERVED if own is None else Contact.SEEN
     return Silence(contact=contact, since=last_heard_at, silent_s=silent_s)

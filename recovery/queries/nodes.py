@@ -14,6 +14,7 @@ from recovery.domain.timeline import join_names
 from recovery.errors import NotFound
 from recovery.fence_providers import configured_provider
 from recovery.models import FenceAction, IncidentRow, Job, Node, Probe, ShareRow
+from recovery.proofs import unproven_on
 from recovery.queries.incidents import IncidentSummary, summarize_incidents
 from recovery.queries.moment import moment
 from recovery.store.situations import load_observers, silence_limits
@@ -225,7 +226,7 @@ def get_node(name: str, *, now: float | None = None) -> NodeDetail:
                 name=node.name,
                 contact=summary["contact"],
                 silent_s=summary["silent_s"],
-                unproven=tuple(f"generation {one.generation} of {one.job_name}" for one in summary["unproven"]),
+                unproven=unproven_on(node),
             )
         ),
     )

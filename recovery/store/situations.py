@@ -59,9 +59,17 @@ COMPARE_AT_MOST_STEPS = 2000
 
 
 def load_situation(
-    job: Job, *, incident: Incident | None = None, command: str = "", now: float | None = None
+    job: Job,
+    *,
+    incident: Incident | None = None,
+    command: str = "",
+    now: float | None = None,
+    fleet: FleetSnapshot | None = None,
 ) -> Situation:
-    """Everything about one job, as of now. Several reads, none of them locked: see `recovery.engine` for why."""
+    """Everything about one job, as of now. Several reads, none of them locked: see `recovery.engine` for why.
+
+    `fleet` is one that was read a moment ago: a large fleet is not read once more for each job.
+    """
     at = time.time() if now is None else now
     generations = load_generations(job)
     situation = Situation(
@@ -77,7 +85,7 @@ def load_situation(
             launch_attempts=job.launch_attempts,
             state_since=job.state_since,
         ),
-        fleet=load_fleet(at),
+        fleet=fleet or load_fleet(at),
         generations=generations,
         checkpoints=tuple(
             CheckpointRef(generation=generation, step=step)
@@ -124,7 +132,7 @@ def load_fleet(now: float) -> FleetSnapshot:
     return FleetSnapshot(
         nodes=tuple(
             _node_view(node, observers, unconfirmed.get(node.pk, ""), now)
-            for node in Node.objects.filter(revoked=False)
+            for node in Node.objects.filter(revoked=False).defer("gpus")  # by far the most of a row
         ),
         breaker_open=breaker,
         rearmed_at=rearmed or 0.0,

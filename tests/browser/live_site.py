@@ -28,7 +28,7 @@ UVICORN_OPTIONS = (
     "--ws",
     "websockets-sansio",
     "--lifespan",
-    "off",
+    "on",
     "--no-access-log",
     "--timeout-graceful-shutdown",
     "1",
@@ -63,14 +63,26 @@ class Site:
             "node": "/nodes/gpu-01",
             "node out of contact": "/nodes/gpu-05",
             "node with a missing GPU": "/nodes/gpu-06",
+            "suspect node": "/nodes/gpu-12",
+            "quarantined node": "/nodes/gpu-13",
+            "node to be fenced": "/nodes/gpu-15",
+            "node whose fence failed": "/nodes/gpu-16",
+            "unconfirmed node": "/nodes/gpu-17",
+            "node that trains on unseen": "/nodes/gpu-19",
             "jobs": "/jobs",
             "job": f"/jobs/{self.ids['steady']}",
             "job in recovery": f"/jobs/{self.ids['recovering']}",
+            "job that trains on unseen": f"/jobs/{self.ids['unseen']}",
+            "job that waits for a fence": f"/jobs/{self.ids['waiting']}",
             "incidents": "/incidents",
             "incident": f"/incidents/{self.ids['recovered_incident']}",
             "incident under way": f"/incidents/{self.ids['open_incident']}",
             "incident that needs a human": f"/incidents/{self.ids['escalated_incident']}",
+            "incident that waits for a fence": f"/incidents/{self.ids['waiting_incident']}",
+            "incident out of sight": f"/incidents/{self.ids['silent_incident']}",
+            "incident of the control plane": f"/incidents/{self.ids['breaker_incident']}",
             "drills": "/drills",
+            "drill of a node": f"/drills?kind=kill-agent&job={self.ids['steady']}",
         }
 
 
@@ -157,6 +169,8 @@ def _serving(*, broker: bool) -> Iterator[Site]:
         "EVERSTEP_HOME": str(home),
         "DJANGO_SETTINGS_MODULE": "dashboard.settings",
         "PYTHONPATH": str(ROOT),
+        # No worker runs here: what is asked of it stays asked for.
+        "EVERSTEP_FENCE_COMMAND": '["ipmi-fence", "{address}"]' if broker else "",
     }
     (home / "run").mkdir()
     with contextlib.ExitStack() as stack:

@@ -68,14 +68,14 @@ def test_axe_finds_nothing_serious_on_any_page(chromium: Browser, site: Site, da
             page.goto(path)
             if name != "error":
                 wait_until_live(page)
-            found[name] = _axe(page)
+            found[name] = axe_complaints(page)
     with opened(chromium, site, dark=dark, signed_in=False) as page:
         page.goto("/login")
-        found["login"] = _axe(page)
+        found["login"] = axe_complaints(page)
     assert {name: problems for name, problems in found.items() if problems} == {}
 
 
-def _axe(page: Page) -> list[str]:
+def axe_complaints(page: Page) -> list[str]:
     # Evaluated through the debugger: a script tag would be stopped by the content policy.
     page.evaluate(AXE.read_text() + "; undefined")
     result = page.evaluate("axe.run(document, {resultTypes: ['violations']})")

@@ -35,6 +35,7 @@ def seed_absence(now: float) -> dict[str, str]:
         "silent": _silent_job(now),
         "silent_incident": "inc_2w7t4k9mv3pz",
         "breaker_incident": "inc_6h4q9d2xn7rv",
+        "opened_breaker": BREAKER,
     }
 
 

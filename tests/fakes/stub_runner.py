@@ -9,6 +9,8 @@ tell that they save), STUB_LEASE_EXPIRED (after so many seconds the runner says 
 and ends).
 """
 
+import collections
+import contextlib
 import json
 import os
 import select
@@ -22,6 +24,8 @@ from pathlib import Path
 
 import talking_rank
 
+unsent = collections.deque(maxlen=1000)
+
 
 def main() -> None:
     if sys.argv[1] == "--directory":
@@ -31,16 +35,13 @@ def main() -> None:
 
 
 def send(launch: dict, **fields: object) -> None:
-    sender = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    sender.setblocking(False)
-    try:
-        sender.sendto(
-            json.dumps({"job": launch["job"], "generation": launch["generation"], **fields}).encode(), launch["socket"]
-        )
-    except OSError:
-        pass
-    finally:
-        sender.close()
+    """In order, and later if not now, as `everstep.telemetry` does."""
+    unsent.append(json.dumps({"job": launch["job"], "generation": launch["generation"], **fields}).encode())
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender, contextlib.suppress(OSError):
+        sender.setblocking(False)
+        while unsent:
+            sender.sendto(unsent[0], launch["socket"])
+            unsent.popleft()
 
 
 def run(directory: Path) -> None:

@@ -187,10 +187,8 @@ async def test_a_tombstone_keeps_it_down_until_its_limit(server: FakeAgentServer
     assert time.monotonic() - began >= 3.0
 
 
-async def test_an_agent_of_another_release_takes_over(
-    server: FakeAgentServer, agent: AgentProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An upgrade: what the older release has written holds names that this one does not know, and the other way round."""
+async def test_an_agent_of_another_release_takes_over(server: FakeAgentServer, agent: AgentProcess) -> None:
+    """What another release has written holds names that this one does not know."""
     await agent.start()
     await run_generation(agent)
     await server.until(lambda: steps(server))

@@ -27,6 +27,7 @@ from agents.protocol.messages import (
     SeenPhase,
     StepReports,
 )
+from agents.supervisor.cgroups import ControlGroup, cgroup2_mount
 from tests.fakes.agent_process import AgentProcess
 from tests.fakes.agent_server import FakeAgentServer
 from tests.fakes.drilled_node import state_of
@@ -34,6 +35,9 @@ from tests.fakes.drilled_node import state_of
 WITH_AND_WITHOUT_CGROUPS = pytest.mark.parametrize(
     "agent", [(), ("--no-cgroup",)], indirect=True, ids=["cgroup", "no cgroup"]
 )
+
+NODE = f"node-{os.getpid()}"
+"""A name of our own: agents and keepers look for a node's ranks on the whole machine, and other tests may run there."""
 
 P, K, S = AssignmentPhase, FaultKind, FaultState
 
@@ -48,7 +52,7 @@ async def server() -> AsyncIterator[FakeAgentServer]:
 
 @pytest.fixture
 async def agent(server: FakeAgentServer, tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[AgentProcess]:
-    agent = AgentProcess(server, tmp_path, more=getattr(request, "param", ()))
+    agent = AgentProcess(server, tmp_path, name=NODE, more=getattr(request, "param", ()))
     yield agent
     clean_up(agent)
 
@@ -59,7 +63,7 @@ async def peer(tmp_path: Path) -> AsyncIterator[AgentProcess]:
     server = FakeAgentServer()
     await server.start()
     (tmp_path / "peer").mkdir()
-    peer = AgentProcess(server, tmp_path / "peer", name="gpu-02")
+    peer = AgentProcess(server, tmp_path / "peer", name=f"{NODE}-peer")
     yield peer
     clean_up(peer)
     await server.stop()
@@ -72,6 +76,13 @@ def clean_up(agent: AgentProcess) -> None:
         if pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+    for path in groups(f"everstep-{agent.name}-*"):
+        ControlGroup(path).remove()
+
+
+def groups(pattern: str) -> list[Path]:
+    mount = cgroup2_mount(Path("/proc/self/mountinfo").read_text())
+    return [] if mount is None else list(mount.glob(pattern))
 
 
 def order(
@@ -148,7 +159,8 @@ async def both_told(agent: AgentProcess, *, within_s: float = 20.0) -> tuple[Fau
     told = [message.state for message in server.messages if isinstance(message, FaultReport)]
     assert told == [S.ARMED, S.APPLIED, S.UNDONE]
     assert not kept_path(agent.state, "drill-1").exists(), "nothing is left on the disk"
-    assert not list((agent.state / "faults").iterdir()) if (agent.state / "faults").exists() else True
+    assert not (agent.state / "faults").exists() or not list((agent.state / "faults").iterdir())
+    assert not groups(f"everstep-{agent.name}-keeper-*")
     return reports(server)[S.APPLIED], reports(server)[S.UNDONE]
 
 
@@ -207,7 +219,7 @@ async def test_freeze_stops_everyone_and_wakes_everyone(agent: AgentProcess) -> 
     await until(lambda: [state_of(pid) for pid in frozen] == ["T"] * 3)
     keeper = keeper_pid(agent)
     assert keeper is not None
-    assert "everstep-gpu-01-keeper" in Path(f"/proc/{keeper}/cgroup").read_text() or "--no-cgroup" in agent.more
+    assert f"everstep-{NODE}-keeper" in Path(f"/proc/{keeper}/cgroup").read_text() or "--no-cgroup" in agent.more
     heard = len(server.durable) + len(server.transient)
     await asyncio.sleep(1.0)
     assert [state_of(pid) for pid in frozen] == ["T"] * 3
@@ -339,6 +351,7 @@ async def test_isolation_of_ranks_that_talk_to_nobody_is_refused(agent: AgentPro
     await agent.server.until(lambda: S.REFUSED in reports(agent.server))
     assert "no TCP connection to ranks on other nodes" in reports(agent.server)[S.REFUSED].detail
     assert len(agent.server.hellos) == 1
+    assert not groups(f"everstep-{agent.name}-keeper-*")
 
 
 async def test_the_next_agent_undoes_what_a_killed_keeper_left(agent: AgentProcess) -> None:

@@ -28,7 +28,9 @@ from agents.protocol.outbox import Outbox
 from agents.protocol.session import AgentSession
 from dashboard.consumers.agents import agent_socket
 from recovery import access, jobs
+from recovery.domain.silence import Contact
 from recovery.models import Node, RankRow
+from recovery.store.situations import load_fleet
 from tests.integration.test_recovery_pipeline import SPEC
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -84,6 +86,13 @@ async def credential(node: str = "gpu-01") -> str:
     return str(await call(access.join_node)(token=token, node_name=node))
 
 
+async def until_all_are_seen() -> None:
+    """Until the web process has written down that it hears every node: before that nothing is placed on them."""
+    async with asyncio.timeout(10):
+        while not all(node.contact is Contact.SEEN for node in (await call(load_fleet)(time.time())).nodes):
+            await asyncio.sleep(0.05)
+
+
 async def test_welcomes_a_node_and_pushes_its_order() -> None:
     peer = await Peer(await credential()).open()
     assert (await peer.receive(Welcome)).acknowledged == 0
@@ -130,6 +139,7 @@ async def test_order_is_pushed_on_change_without_a_broker() -> None:
     second = await Peer(await credential("gpu-02"), node="gpu-02").open()
     await first.receive(Order)
     await second.receive(Order)
+    await until_all_are_seen()
     job = await call(jobs.submit_job)(SPEC, owner="tests")
     from recovery import engine
 
@@ -167,6 +177,7 @@ async def test_fact_is_acknowledged_once_committed_and_stored_once_over_two_conn
     peer = await Peer(secret).open()
     await peer.receive(Order)
     await other.receive(Order)
+    await until_all_are_seen()
     job = await call(jobs.submit_job)(SPEC, owner="tests")
     from recovery import engine
 

@@ -19,7 +19,7 @@ from recovery.sweep import sweep
 from tests.fakes.told_fleet import ToldFleet
 from tests.integration.test_recovery_pipeline import SPEC, advance, run_generation, running
 
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = pytest.mark.django_db
 
 
 @pytest.fixture
@@ -364,6 +364,7 @@ def test_without_a_provider_it_is_said_what_to_do(silent: ToldFleet, settings: A
         fencing.request_fence("gpu-01", confirm="gpu-01", by="alice")
 
 
+@pytest.mark.django_db(transaction=True)  # another thread looks
 def test_sweep_drives_what_was_asked_for_without_waiting_for_it(
     silent: ToldFleet, provider: Script, tmp_path: Path
 ) -> None:

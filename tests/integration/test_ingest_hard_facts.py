@@ -89,7 +89,9 @@ def test_batch_is_undone_when_a_newer_session_takes_over_while_it_is_stored(job:
 
 def test_unknown_offset_keeps_the_one_that_was_known(fleet: ToldFleet) -> None:
     pk = fleet.nodes["gpu-01"].row.pk
-    observer = {"observer": OBSERVER, "since": 0.0, "lag_s": 0.0}
-    sessions.record_heard({pk: 1.0}, offsets={pk: 5.0}, revisions={pk: 1}, **observer)
-    sessions.record_heard({pk: 2.0}, offsets={}, revisions={pk: 1}, **observer)
+    for at, offset_s in ((1.0, 5.0), (2.0, None)):
+        heard = sessions.Heard(
+            node_id=pk, session=fleet.nodes["gpu-01"].session, at=at, offset_s=offset_s, seen_revision=1
+        )
+        assert sessions.record_heard([heard], observer=OBSERVER, since=0.0, at=at, lag_s=0.0) == {pk}
     assert Node.objects.get(pk=pk).clock_offset_s == 5.0

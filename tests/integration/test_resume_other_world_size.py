@@ -22,14 +22,14 @@ def steps_of(generation: Generation, rank: int) -> dict[int, dict[str, Any]]:
 
 
 def reaches(generation: Generation, step: int) -> None:
-    wait_until(lambda: max(steps_of(generation, 0), default=0) > step)
+    wait_until(lambda: max(steps_of(generation, 0), default=0) > step, limit_s=120)
 
 
 def resumed(generation: Generation, rank: int) -> dict[str, Any]:
     return next(line for line in generation.log(rank) if line["kind"] == "resumed")
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(300)
 def test_job_goes_on_with_fewer_ranks_in_the_same_order_of_samples(tmp_path: Path) -> None:
     command = [*COMMAND, "--batch", str(BATCH), "--step-time", "0.1"]
     steps: list[list[dict[int, dict[str, Any]]]] = []

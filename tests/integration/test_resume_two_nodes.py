@@ -62,9 +62,13 @@ def test_killed_rank_is_reported_at_once_and_the_next_generation_is_bit_equal_to
     tmp_path: Path,
 ) -> None:
     with Generation(tmp_path, COMMAND, environment={"EVERSTEP_BEATS": "1"}) as first:
-        datagrams = []
-        wait_until(lambda: last_step(first, 0) >= SAVE_EVERY + 5 and last_step(first, 1) >= SAVE_EVERY + 5, limit_s=120)
-        datagrams += first.datagrams()
+        datagrams: list[dict[str, Any]] = []
+
+        def both_are_past_their_save() -> bool:
+            datagrams.extend(first.datagrams())
+            return all(last_step(first, rank) >= SAVE_EVERY + 5 for rank in range(2))
+
+        wait_until(both_are_past_their_save, limit_s=120)
         victim = first.wait_event(1, "rank_started")["pid"]
         killed_at = time.time()
         os.kill(victim, signal.SIGKILL)
@@ -76,7 +80,7 @@ def test_killed_rank_is_reported_at_once_and_the_next_generation_is_bit_equal_to
             assert first.wait_event(node, "runner_ended")["reason"] == "rank_failed"
         assert has_ended(first.wait_event(0, "rank_started")["pid"], limit_s=0)
         kinds = [datagram["kind"] for datagram in datagrams]
-        assert {"poke", "resumed", "step", "saved"} <= set(kinds)
+        assert {"poke", "resumed", "phase", "step", "saved"} <= set(kinds)
         beats = (first.directories[1] / "logs" / "rank-1.beats").read_text().split()
         assert len(beats) > 20 and abs(float(beats[-1]) - killed_at) < 1.0
         lost = [steps_of(first.log(rank)) for rank in range(2)]

@@ -10,7 +10,7 @@ from typing import Any
 
 from demo_check.auditor import Audit, FaultMark, Fence, audit, disagreements, read_stories
 from demo_check.rest import RestError
-from demo_check.system import HarnessError, RunningSystem, steady_job, unix_seconds
+from demo_check.system import HarnessError, RunningSystem, order_drill, steady_job, unix_seconds
 from demo_check.witness import Witness, marked_processes
 
 STEPS_AFTER_SAVE = 8
@@ -58,7 +58,7 @@ def check_recovered(
         "duration_s": fault.duration_s,
     }
     key = str(uuid.uuid4())
-    drill = system.rest.post("drills", body, key=key)
+    drill = order_drill(system, body, key=key)
     repeated = system.rest.post("drills", body, key=key)
     errors = [] if repeated["id"] == drill["id"] else ["A repeated POST with one Idempotency-Key made a second drill."]
     drill, incident = _follow(system, drill["id"], tell)

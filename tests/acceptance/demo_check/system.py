@@ -27,6 +27,7 @@ _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 START_LIMIT_S = 120.0
 STOP_LIMIT_S = 45.0
+ORDER_LIMIT_S = 30.0
 EVERSTEP = (sys.executable, "-m", "everstep.cli.main")
 BLIND_EVERSTEP = (sys.executable, str(Path(__file__).with_name("blind_demo.py")))
 """The same with agents whose stop proof overlooks the children of ranks: a planted bug."""
@@ -146,6 +147,26 @@ def steady_job(system: RunningSystem, *, least_saved_step: int = 1, steps_beyond
         return None
 
     return system.wait_until(trained, what="a job that trains and has saved", limit_s=90)
+
+
+def order_drill(system: RunningSystem, body: dict[str, Any], *, key: str) -> dict[str, Any]:
+    """Order a drill as soon as the system is steady enough for it: a busy machine's agents are late now and then."""
+    refused: list[RestError] = []
+
+    def ordered() -> dict[str, Any] | None:
+        try:
+            drill: dict[str, Any] = system.rest.post("drills", body, key=key)
+        except RestError as error:
+            if error.status != 409:
+                raise
+            refused.append(error)
+            return None
+        return drill
+
+    try:
+        return system.wait_until(ordered, what="a drill that no guard refuses", limit_s=ORDER_LIMIT_S, every_s=1.0)
+    except HarnessError as error:
+        raise refused[-1] if refused else error from error
 
 
 def unix_seconds(moment: str) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 from demo_check.auditor import read_stories
 from demo_check.rest import RestError
 from demo_check.step_audit import audit_unharmed
-from demo_check.system import RunningSystem, steady_job, unix_seconds
+from demo_check.system import RunningSystem, order_drill, steady_job, unix_seconds
 from demo_check.witness import Witness
 
 DURATIONS_S = {"restart-agent": None, "partition": 20.0, "server-down": 30.0}
@@ -38,7 +38,7 @@ def check_unharmed(
     asked_at = time.time()
     body = {"kind": kind, "job": job["id"], "duration_s": DURATIONS_S[kind]}
     sight = Sight(system, kind, node=job["nodes"][-1])
-    drill = system.rest.post("drills", body, key=str(uuid.uuid4()))
+    drill = order_drill(system, body, key=str(uuid.uuid4()))
     drill = _follow(system, drill["id"], sight, tell)
     result |= {"drill_kind": kind, "drill": drill["state"]}
     errors = [] if drill["state"] == "passed" else [f"The drill is {drill['state']}: {drill['result'].get('reasons')}"]
@@ -54,8 +54,8 @@ def check_unharmed(
         pids=pids,
         since=asked_at,
         until=until,
-        rows={rank: _rows(system, job["id"], generation, rank) for rank in pids},
-        checkpoints=_checkpoints(system, job["id"]),
+        rows={rank: all_rows(system, job["id"], generation, rank) for rank in pids},
+        checkpoints=all_checkpoints(system, job["id"]),
         stall_limit_s=STALL_LIMIT_S,
     )
     errors += found.wrong
@@ -129,7 +129,7 @@ def _follow(system: RunningSystem, drill_id: str, sight: Sight, tell: Callable[[
     return system.wait_until(over, what="the drill to end", limit_s=DRILL_LIMIT_S)
 
 
-def _rows(system: RunningSystem, job: str, generation: int, rank: int) -> list[dict[str, Any]]:
+def all_rows(system: RunningSystem, job: str, generation: int, rank: int) -> list[dict[str, Any]]:
     """All step rows of one rank that the server has."""
     rows: list[dict[str, Any]] = []
     while True:
@@ -140,7 +140,7 @@ def _rows(system: RunningSystem, job: str, generation: int, rank: int) -> list[d
             return rows
 
 
-def _checkpoints(system: RunningSystem, job: str) -> list[dict[str, Any]]:
+def all_checkpoints(system: RunningSystem, job: str) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     path = f"jobs/{job}/checkpoints?limit=200"
     while True:

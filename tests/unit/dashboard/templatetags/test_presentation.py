@@ -2,22 +2,59 @@
 
 from __future__ import annotations
 
+import re
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
 import pytest
 
+from agents.protocol.messages import FaultState, Phase, ProbeOutcome, ProofKind
 from dashboard.templatetags import presentation
+from recovery.domain.awaited_fences import FenceHelp
+from recovery.domain.breaker import BreakerState
 from recovery.domain.continuity import VerdictKind
-from recovery.domain.incident import IncidentState
+from recovery.domain.drill_kinds import KINDS, PromiseKind
+from recovery.domain.incident import CauseKind, IncidentState
 from recovery.domain.instructions import JobState
+from recovery.domain.silence import Contact
 from recovery.domain.timeline import EntryKind
+from recovery.domain.witnesses import WitnessKind
 from recovery.queries import NodeState
+
+TEMPLATES = Path(__file__).resolve().parents[4] / "templates"
 
 
 @pytest.mark.parametrize(
     ("kind", "states"),
-    [("incident", IncidentState), ("job", JobState), ("node", NodeState), ("verdict", VerdictKind)],
+    [
+        ("incident", {*IncidentState, *BreakerState}),
+        ("job", JobState),
+        ("node", NodeState),
+        ("contact", Contact),
+        ("proof", ProofKind),
+        ("help", FenceHelp),
+        ("witness", WitnessKind),
+        ("probe", {*ProbeOutcome, ""}),
+        ("cause", CauseKind),
+        ("phase", Phase),
+        ("drill_kind", KINDS),
+        ("promise", PromiseKind),
+        ("verdict", VerdictKind),
+    ],
 )
-def test_every_state_has_a_look_of_its_own(kind: str, states: type) -> None:
-    assert {state.value for state in states} == set(presentation.LOOKS[kind])
+def test_every_state_has_a_look_of_its_own(kind: str, states: Iterable[str]) -> None:
+    assert {str(state) for state in states} == set(presentation.LOOKS[kind])
+
+
+def test_every_symbol_that_a_look_names_is_drawn() -> None:
+    drawn = set(re.findall(r'<symbol id="i-([a-z]+)"', (TEMPLATES / "_icons.html").read_text()))
+    named = {look.icon for looks in presentation.LOOKS.values() for look in looks.values()}
+    assert named | set(presentation.ENTRY_ICONS.values()) <= drawn
+
+
+def test_every_state_of_a_faults_report_has_a_look_as_a_drills_state() -> None:
+    assert {state.value for state in FaultState} <= set(presentation.LOOKS["drill"])
 
 
 def test_every_kind_of_entry_has_a_symbol() -> None:
@@ -28,6 +65,28 @@ def test_badge_shows_icon_and_word_not_colour_alone() -> None:
     shown = presentation.badge("incident", "escalated")
     assert "<svg" in shown
     assert "Needs a human" in shown
+
+
+def test_mark_shows_icon_and_word_without_being_a_badge() -> None:
+    shown = presentation.mark("contact", "lost")
+    assert "<svg" in shown
+    assert "Lost" in shown
+    assert "badge" not in shown
+
+
+def test_ticking_silence_counts_on_from_what_the_server_counted() -> None:
+    since = float(re.findall(r'data-since="([^"]+)"', presentation.ticking(46.0))[0])
+    assert time.time() - since == pytest.approx(46.0, abs=1.0)
+    assert ">46 s<" in presentation.ticking(46.0)
+
+
+def test_time_left_never_turns_negative() -> None:
+    assert "in 2 min" in presentation.until(time.time() + 150)
+    assert "any moment now" in presentation.until(time.time() - 5)
+
+
+def test_code_between_backticks_is_marked_and_escaped() -> None:
+    assert presentation.inline_code("Send `a <b>` & go.") == "Send <code>a &lt;b&gt;</code> &amp; go."
 
 
 def test_state_of_a_newer_version_is_shown_by_its_name() -> None:

@@ -12,6 +12,8 @@ from recovery.domain.generations import (
     AssignmentPhase,
     FenceProof,
     GenerationView,
+    LeaseLimits,
+    Phase,
     ProofKind,
     RankView,
     SeenPhase,
@@ -23,6 +25,7 @@ from recovery.domain.machine import step
 from recovery.domain.moves import Outcome
 from recovery.domain.plan import CheckpointRef, RecoveryPlan
 from recovery.domain.policy import Policy
+from recovery.domain.silence import Contact
 from recovery.domain.situation import FreshIds, JobView, Situation
 
 NOW = 5_000.0
@@ -31,8 +34,33 @@ NODES = ("gpu-01", "gpu-02")
 
 
 def node(name: str, **changes: Any) -> NodeView:
-    base = NodeView(name=name, address=f"10.0.0.{name[-1]}", health=NodeHealth.HEALTHY, slots=1, rack="r1")
+    base = NodeView(
+        name=name,
+        address=f"10.0.0.{name[-1]}",
+        health=NodeHealth.HEALTHY,
+        slots=1,
+        rack="r1",
+        last_heard_at=NOW - 0.5,
+        heard_at_most=NOW - 0.5,
+        observed_until=NOW,
+    )
     return replace(base, **changes)
+
+
+def lost(name: str, *, heard_at: float = NOW - 12.0, **changes: Any) -> NodeView:
+    """A node that has been silent for too long, as an observer that is there has seen until now."""
+    return node(
+        name,
+        **{
+            "health": NodeHealth.UNKNOWN,
+            "contact": Contact.LOST,
+            "last_heard_at": heard_at,
+            "silent_s": NOW - heard_at,
+            "heard_at_most": heard_at,
+            "observed_until": NOW,
+            **changes,
+        },
+    )
 
 
 def fleet(*nodes: NodeView) -> FleetSnapshot:
@@ -112,6 +140,35 @@ def fenced(view: GenerationView, *, at: float = NOW - 0.5) -> GenerationView:
     )
 
 
+def at_step(view: RankView, *, ago_s: float, phase: Phase = Phase.STEP, pace_s: float = 0.5) -> RankView:
+    """A rank whose last progress was so long ago."""
+    return replace(view, phase=phase, progress_at=NOW - ago_s, progress_seen_at=NOW - ago_s, pace_s=pace_s)
+
+
+TERMS = LeaseLimits()
+ECHO = "RuntimeError: Connection closed by peer"
+
+
+def leased(number: int = 1, *, of: RecoveryPlan | None = None, ago_s: float = 0.4, **changes: Any) -> GenerationView:
+    """A generation that trains under a lease; each of its ranks made its last step `ago_s` ago."""
+    base = generation(number, of=of)
+    return replace(
+        base,
+        **{
+            "lease": TERMS,
+            "shares": tuple(replace(part, keeps_lease=True) for part in base.shares),
+            "ranks": tuple(at_step(rank, ago_s=ago_s) for rank in base.ranks),
+            **changes,
+        },
+    )
+
+
+def proven(view: GenerationView, name: str, *, at: float, kind: ProofKind = ProofKind.CGROUP_EMPTY) -> GenerationView:
+    """The generation with a proof of stop from one of its nodes."""
+    made = FenceProof(node=name, kind=kind, at=at, evidence="seen", generation=view.number, recorded_at=at)
+    return replace(view, shares=tuple(replace(part, proof=made) if part.node == name else part for part in view.shares))
+
+
 def lost_rank_1() -> GenerationView:
     """Generation 1 after rank 1 was killed at step 50; rank 0 hangs in its collective."""
     base = generation(1)
@@ -170,6 +227,7 @@ def incident(state: IncidentState = IncidentState.DETECTED, **changes: Any) -> I
         fault_at=NOW - 1,
         state_since=NOW,
         deadline_at=POLICY.deadline(state, now=NOW),
+        stop_ordered=state not in (IncidentState.DETECTED, IncidentState.AWAITING_APPROVAL),
     )
     return replace(base, **changes)
 

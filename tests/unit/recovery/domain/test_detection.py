@@ -23,7 +23,7 @@ from recovery.domain.instructions import JobState
 
 
 def fault_of(view: GenerationView, state: JobState = JobState.RUNNING, *, stop_wanted: bool = False) -> Fault | None:
-    return find_fault(situation(view, job=job(state=state, stop_wanted=stop_wanted)))
+    return find_fault(situation(view, job=job(state=state, stop_wanted=stop_wanted)), NOW)
 
 
 @pytest.mark.parametrize("state", [JobState.LAUNCHING, JobState.RUNNING, JobState.RECOVERING])
@@ -87,5 +87,5 @@ def test_no_fault_is_looked_for_where_nothing_should_run(state: JobState) -> Non
 
 def test_only_the_newest_generation_counts() -> None:
     world = situation(lost_rank_1(), generation(2, of=plan(2)), job=job(state=JobState.RUNNING))
-    assert find_fault(world) is None
-    assert find_fault(situation(lost_rank_1(), prepared(plan(2)), job=job(state=JobState.RUNNING))) is None
+    assert find_fault(world, NOW) is None
+    assert find_fault(situation(lost_rank_1(), prepared(plan(2)), job=job(state=JobState.RUNNING)), NOW) is None

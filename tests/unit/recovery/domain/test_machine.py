@@ -51,6 +51,7 @@ from recovery.domain.instructions import (
 from recovery.domain.machine import step
 from recovery.domain.moves import Outcome, escalate_poisoned
 from recovery.domain.plan import CheckpointRef
+from recovery.domain.silence import Contact
 from recovery.domain.situation import Command, Situation
 
 S = IncidentState
@@ -210,10 +211,10 @@ def test_reached_step_counts_what_the_dying_ranks_still_did_but_not_what_the_new
     assert outcome.incident.reached_step == 52
 
 
-def test_stopping_escalates_at_its_deadline_and_names_the_nodes_without_proof() -> None:
+def test_stopping_waits_for_a_fence_at_its_deadline_pages_and_names_the_nodes_without_proof() -> None:
     start = planned(S.STOPPING)
     outcome = step(start, situation(stopping(lost_rank_1()), preparing(PLAN)), NOW + 61)
-    assert outcome.incident.state is S.ESCALATED
+    assert outcome.incident.state is S.WAITING_FOR_FENCE
     assert "gpu-01 and gpu-02" in outcome.incident.escalation
     assert kinds(outcome) == [PageOperator]
 
@@ -226,7 +227,7 @@ def test_an_overdue_state_first_does_what_is_due() -> None:
     assert kinds(plans) == [PreparePlan]
     assert (
         step(plans.incident, situation(stopping(lost_rank_1()), preparing(PLAN)), NOW + 500).incident.state
-        is S.ESCALATED
+        is S.WAITING_FOR_FENCE
     )
 
 
@@ -243,7 +244,7 @@ def test_a_second_death_while_stopping_changes_nothing() -> None:
 def test_placing_launches_when_prepared_and_fenced() -> None:
     outcome = step(planned(S.PLACING), situation(OLD, prepared(PLAN)), NOW)
     assert outcome.incident.state is S.LAUNCHING
-    assert outcome.instructions == (RunPlan(job="job-1", generation=2, master_port=20001),)
+    assert outcome.instructions == (RunPlan(job="job-1", generation=2, master_port=20001, fences=OLD.proofs),)
     assert outcome.incident.run_ordered_at == NOW
     assert "from step 40 of generation 1" in words(outcome)
 
@@ -329,7 +330,12 @@ def test_preparation_that_fails_while_old_ranks_still_die_waits_for_their_proof_
 
 @pytest.mark.parametrize(
     "change",
-    [{"health": NodeHealth.UNKNOWN}, {"health": NodeHealth.UNHEALTHY}, {"cordoned": True}, {"claimed_by": "job-2"}],
+    [
+        {"health": NodeHealth.UNKNOWN, "contact": Contact.LOST},
+        {"health": NodeHealth.UNHEALTHY},
+        {"cordoned": True},
+        {"claimed_by": "job-2"},
+    ],
 )
 def test_a_planned_node_that_is_lost_before_run_makes_a_new_plan(change: dict[str, object]) -> None:
     world = fleet(node("gpu-01"), node("gpu-02", **change), node("gpu-03"))
@@ -752,7 +758,8 @@ def test_stop_that_is_never_proven_pages_at_the_deadline() -> None:
     wanted = job(stop_wanted=True, state=JobState.STOPPING)
     start = incident(S.STOPPING, cause=step(incident(), situation(), NOW).incident.cause)
     outcome = step(start, situation(stopping(lost_rank_1()), job=wanted), NOW + 61)
-    assert outcome.incident.state is S.ESCALATED
+    assert outcome.incident.state is S.WAITING_FOR_FENCE
+    assert kinds(outcome) == [PageOperator]
 
 
 def test_stop_wins_over_a_command() -> None:
@@ -825,7 +832,7 @@ def test_page_for_want_of_a_proof_is_taken_back_when_the_proof_comes() -> None:
     unproven = stopping(lost_rank_1())
     waiting = incident(S.STOPPING, cause=None)
     paged = step(waiting, situation(unproven), waiting.deadline_at or NOW).incident
-    while paged.state is not S.ESCALATED:
+    while paged.state is not S.WAITING_FOR_FENCE:
         paged = step(replace(paged, deadline_at=NOW), situation(unproven), NOW).incident
     assert step(paged, situation(unproven), NOW).incident == paged
     outcome = step(paged, situation(OLD), NOW)
