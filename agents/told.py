@@ -35,8 +35,8 @@ class ToldGeneration(msgspec.Struct):
     """Steps that were done already."""
     step: dict[int, int] = {}
     """The newest one."""
-    saved: int = 0
-    """The newest checkpoint; 0 if none was told."""
+    saved: int | None = None
+    """The newest checkpoint; None if none was told, since step 0 is one too."""
     phase: dict[int, float] = {}
     """When the newest one began."""
     finished: dict[int, int] = {}
@@ -72,7 +72,7 @@ class Told(msgspec.Struct):
                 self._generation(job, generation).phase[message.rank] = message.at
             case CheckpointSaved(job=job, generation=generation):
                 told = self._generation(job, generation)
-                told.saved = max(told.saved, message.step)
+                told.saved = message.step if told.saved is None else max(told.saved, message.step)
             case RankFinished(job=job, generation=generation):
                 self._generation(job, generation).finished[message.rank] = message.step
             case RankExited(job=job, generation=generation):

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from celery import Celery
-from celery.signals import worker_ready
+from celery.signals import worker_init
 
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "dashboard.settings")
 
@@ -15,9 +15,12 @@ app.config_from_object("django.conf:settings", namespace="CELERY")
 app.autodiscover_tasks()
 
 
-@worker_ready.connect
+@worker_init.connect
 def start_sweep_timer(**_: Any) -> None:
-    """Sweep from inside each worker too, so that a stopped broker or beat stops nothing."""
+    """Sweep from inside each worker too, so that a stopped broker or beat stops nothing.
+
+    Not when the worker is ready: it is not before it has reached the broker.
+    """
     from recovery.sweep import SweepTimer
 
     SweepTimer().start()

@@ -38,7 +38,10 @@ class Environment:
 
     @property
     def database_url(self) -> str:
-        """EVERSTEP_DATABASE_URL: postgresql://user:password@host:port/name; empty means SQLite in the home folder."""
+        """EVERSTEP_DATABASE_URL: postgresql://user:password@host:port/name?sslmode=verify-full, with what libpq knows.
+
+        Empty means SQLite in the home folder.
+        """
         return self._variables.get("EVERSTEP_DATABASE_URL", "")
 
     @property

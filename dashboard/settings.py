@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 from dashboard.env import env
 
@@ -87,6 +87,17 @@ def _database(url: str) -> dict[str, Any]:
         "PASSWORD": unquote(parts.password or ""),
         "HOST": unquote(parts.hostname or ""),  # %2Frun%2Fpostgresql is a socket folder
         "PORT": parts.port or "",
+        "OPTIONS": {
+            # A server that vanished must fail a query, not hold up its thread until the kernel gives up.
+            "connect_timeout": 5,
+            "keepalives_idle": 5,
+            "keepalives_interval": 2,
+            "keepalives_count": 3,
+            "tcp_user_timeout": 15000,
+            # A process of ours that stands still must not hold up the others by what it has locked.
+            "options": "-c idle_in_transaction_session_timeout=15s -c lock_timeout=15s",
+            **dict(parse_qsl(parts.query)),  # what libpq knows, for example sslmode=verify-full
+        },
     }
 
 
@@ -153,6 +164,8 @@ CELERY_BROKER_TRANSPORT_OPTIONS = {
 }
 CELERY_BROKER_CONNECTION_RETRY_ON_STARTUP = True
 CELERY_BROKER_CONNECTION_MAX_RETRIES = None
+# A broker that refuses writes, since it is full, is one that is away: the worker must outlive it, for it sweeps.
+CELERY_BROKER_CHANNEL_ERROR_RETRY = True
 CELERY_TASK_ACKS_LATE = True
 CELERY_TASK_REJECT_ON_WORKER_LOST = True
 CELERY_TASK_IGNORE_RESULT = True

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 from django.db import InterfaceError, OperationalError, close_old_connections
 from django.db.models import Q
@@ -66,12 +67,16 @@ def sweep() -> None:
     for job_id in Job.objects.filter(behind_since__isnull=False).values_list("pk", flat=True):
         look.at("stray", job_id, partial(settle_strays, job_id))
     for incident_id in IncidentRow.objects.filter(ended=False, job__isnull=False).values_list("pk", flat=True):
-        look.at("incident", incident_id, lambda pk=incident_id: engine.advance_incident(pk, fleet=look.fleet()))
+        look.at("incident", incident_id, partial(look.advance, engine.advance_incident, incident_id))
     unsettled = ~Q(state__in=ends) | Q(claimed_nodes__isnull=False) | Q(generations__wanted__in=("prepare", "run"))
     for job_id in Job.objects.filter(unsettled).distinct().values_list("pk", flat=True):
-        look.at("job", job_id, lambda pk=job_id: engine.advance_job(pk, fleet=look.fleet()))
+        look.at("job", job_id, partial(look.advance, engine.advance_job, job_id))
     for drill_id in Drill.objects.filter(ended=False).values_list("pk", flat=True):
         look.at("drill", drill_id, partial(settle_drill, drill_id))
+
+
+class _Advance(Protocol):
+    def __call__(self, identifier: str, /, *, fleet: FleetSnapshot | None) -> None: ...
 
 
 class _Look:
@@ -83,14 +88,15 @@ class _Look:
         self._failures = 0
         """Of the database, one after the other."""
 
-    def fleet(self) -> FleetSnapshot:
+    def advance(self, advance: _Advance, identifier: str) -> None:
+        """Let the engine look at one incident or job."""
         if self._fleet is None or time.monotonic() - self._read_at > FLEET_COUNTS_FOR_S:
             self._fleet, self._read_at = load_fleet(time.time()), time.monotonic()
-        return self._fleet
+        advance(identifier, fleet=self._fleet)
 
-    def at(self, kind: str, identifier: str, advance: Callable[[], object]) -> None:
+    def at(self, kind: str, identifier: str, work: Callable[[], object]) -> None:
         try:
-            advance()
+            work()
             self._failures = 0
         except (OperationalError, InterfaceError):
             self._failures += 1

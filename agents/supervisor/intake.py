@@ -43,7 +43,7 @@ class Progress:
             resumed=told.resumed,
             step=told.step,
             finished=told.finished,
-            saved={told.saved} if told.saved else set(),
+            saved=set() if told.saved is None else {told.saved},
             phase_at=told.phase,
         )
 
@@ -62,7 +62,7 @@ class Intake:
         told: ToldGeneration | None = None,
     ) -> None:
         self.progress = Progress() if told is None else Progress.told(told)
-        self._saved_before = 0 if told is None else told.saved
+        self._saved_before = -1 if told is None or told.saved is None else told.saved
         self._job = job
         self._generation = generation
         self._ranks = frozenset(ranks)

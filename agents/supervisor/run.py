@@ -43,8 +43,9 @@ from agents.supervisor.events import (
     RunnerEvent,
     RunnerStarted,
 )
-from agents.supervisor.fingerprint import Fingerprint, Interpreter, ask_interpreter, take_fingerprint
+from agents.supervisor.fingerprint import Fingerprint, ask_interpreter, take_fingerprint
 from agents.supervisor.intake import Intake
+from agents.supervisor.launch_file import LEASE_PROTOCOL, RUNNER_PROTOCOLS, choose_protocol, launch_file
 from agents.supervisor.lease import Lease, LeaseFiles
 from agents.supervisor.ports import PORT_BUSY, PortReservations
 from agents.supervisor.process_table import carries_mark
@@ -55,9 +56,6 @@ from agents.told import ToldGeneration
 
 log = NodeLog(__name__)
 
-RUNNER_PROTOCOLS = range(1, 3)
-"""Versions of `launch.json` that this agent writes. From 2 on, the runner keeps a lease."""
-_LEASE_PROTOCOL = 2
 _LOOK_AGAIN_S = 0.5
 """How often events are read without a poke; pokes may be lost."""
 _LOG_TAIL_BYTES = 1 << 20
@@ -296,23 +294,10 @@ class Run:
                 f"{interpreter} has no module everstep: install everstep into the job's environment on this node.",
                 reason="runner",
             )
-        self._protocol = self._choose_protocol(interpreter, said)
+        if place.checks_runner:
+            self._protocol = choose_protocol(said.runner_protocols, interpreter=interpreter)
         self._fingerprint = take_fingerprint(launch, interpreter=said, driver=place.driver())
         self._tell(SeenPhase.PREPARED)
-
-    def _choose_protocol(self, interpreter: str, said: Interpreter) -> int:
-        """The newest version of `launch.json` that both sides know. Raises `CheckFailed` if there is none."""
-        if not self._place.checks_runner:
-            return RUNNER_PROTOCOLS[-1]
-        common = set(said.runner_protocols) & set(RUNNER_PROTOCOLS)
-        if not common:
-            theirs = f"{said.runner_protocols[0]} to {said.runner_protocols[-1]}" if said.runner_protocols else "none"
-            raise CheckFailed(
-                f"The runner of {interpreter} speaks protocols {theirs}; this agent speaks "
-                f"{RUNNER_PROTOCOLS[0]} to {RUNNER_PROTOCOLS[-1]}. Install an everstep of the agent's release there.",
-                reason="runner",
-            )
-        return max(common)
 
     def _check_places(self) -> None:
         """The working directory and the parent checkpoint have to be here. Raises `CheckFailed`."""
@@ -346,8 +331,8 @@ class Run:
         account = place.policy.account_for(launch)
         base = base_environment(launch, account=account, node=place.environment)
         interpreter = place.policy.interpreter_for(launch, search_path=base["PATH"])
-        terms = self._lease_wanted if self._protocol >= _LEASE_PROTOCOL else None
-        files = LeaseFiles(self._files.directory)
+        terms = self._lease_wanted if self._protocol >= LEASE_PROTOCOL else None
+        lease = None if terms is None else LeaseFiles(self._files.directory)
         environment = rank_environment(
             base,
             launch,
@@ -357,7 +342,7 @@ class Run:
             mark=self._mark,
             socket=place.socket,
             log_directory=self._files.logs,
-            lease=None if terms is None else files,
+            lease=lease,
         )
         if self._group is not None:
             self._group.create()
@@ -375,7 +360,21 @@ class Run:
                 lease=terms,
             )
         )
-        self._files.create(account, self._launch_file(interpreter, environment, lease=None if terms is None else files))
+        content = launch_file(
+            launch,
+            protocol=self._protocol,
+            job=self.job,
+            generation=self.generation,
+            plan_id=self.plan_id,
+            argv=[interpreter, *launch.argv[1:]],
+            environment=environment,
+            socket=place.socket,
+            mark=self._mark,
+            log_directory=self._files.logs,
+            cgroup=None if self._group is None else self._group.path,
+            lease=lease,
+        )
+        self._files.create(account, content)
         if terms is not None:
             self._lease = Lease.create(
                 self._files.directory,
@@ -401,41 +400,6 @@ class Run:
             cgroup=None if self._group is None else self._group.path,
             log=self._files.runner_log,
         )
-
-    def _launch_file(
-        self, interpreter: str, environment: dict[str, str], *, lease: LeaseFiles | None
-    ) -> dict[str, object]:
-        launch = self.launch
-        content: dict[str, object] = {
-            "protocol": self._protocol,
-            "job": self.job,
-            "generation": self.generation,
-            "plan_id": self.plan_id,
-            "argv": [interpreter, *launch.argv[1:]],
-            "working_directory": launch.working_directory,
-            "environment": environment,
-            "run_id": launch.run_id,
-            "node_rank": launch.node_rank,
-            "node_count": launch.node_count,
-            "ranks_per_node": launch.ranks_per_node,
-            "first_rank": launch.first_rank,
-            "world_size": launch.world_size,
-            "master_address": launch.master_address,
-            "master_port": launch.master_port,
-            "checkpoint_directory": launch.checkpoint_directory,
-            "parent_generation": launch.parent_generation,
-            "parent_step": launch.parent_step,
-            "socket": str(self._place.socket),
-            "mark": self._mark,
-            "stop_limit_s": launch.stop_limit_s,
-            "log_directory": str(self._files.logs),
-            "cgroup": None if self._group is None else str(self._group.path),
-        }
-        if self._protocol >= _LEASE_PROTOCOL:
-            content["contact"] = None if lease is None else str(lease.contact)
-            content["progress"] = None if lease is None else str(lease.progress)
-            content["lease"] = None if lease is None else str(lease.terms)
-        return content
 
     # --- While it runs --------------------------------------------------------------------------------------------
 

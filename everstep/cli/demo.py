@@ -30,7 +30,7 @@ JOB_NAME = "tiny-gpt"
 PROJECT = Path(__file__).resolve().parents[2]
 AGENT_PROGRAM: tuple[str, ...] = (sys.executable, "-m", "agents")
 KEEPER_MODULE = "agents.faults.keeper"
-AGENT_BACK_OFF_S = 2.0
+AGENT_BACK_OFF_S = 1.0
 JOIN_LIMIT_S = 60.0
 JOB_STOP_LIMIT_S = 15.0
 

@@ -43,12 +43,16 @@ def _fault_at(incident: Incident, cause: Cause, situation: Situation) -> float:
     return min(incident.fault_at, node.last_heard_at)
 
 
-def first_hand_cause(generation: GenerationView, situation: Situation, now: float) -> Cause | None:
+def first_hand_cause(
+    generation: GenerationView, situation: Situation, now: float, *, told: Sequence[RankView] | None = None
+) -> Cause | None:
     """What is known for certain to have broken it: a death, a runner that is gone, or a node that two witnesses miss.
 
-    A rank that died of a broken collective is no cause beside a node that is gone.
+    A rank that died of a broken collective is no cause beside a node that is gone. `told` are the ranks whose deaths
+    count, where not all do.
     """
-    return _cause_of(generation.ranks, generation, situation, now) or _runner_lost(generation)
+    deaths = generation.ranks if told is None else told
+    return _cause_of(deaths, generation, situation, now) or _runner_lost(generation)
 
 
 def _cause_of(told: Sequence[RankView], generation: GenerationView, situation: Situation, now: float) -> Cause | None:

@@ -83,8 +83,8 @@ def lease_proof(
     stopped_at = peer_stopped_at(share, generation) or ends_at
     evidence = (
         f"no contact that could renew its lease for {now - node.heard_at_most:.1f} s, and a rank of its generation "
-        f"on another node has been stopped for {now - stopped_at:.1f} s, so that no other can step; its runner kills "
-        f"its ranks by then ({RULE_VERSION})"
+        f"on another node has been stopped for {now - stopped_at:.1f} s, so that no other can step; the "
+        f"step that it may have had in hand is over by then ({RULE_VERSION})"
     )
     return FenceProof(
         node=share.node, kind=ProofKind.LEASE_EXPIRED, at=ends_at, evidence=evidence, generation=generation.number

@@ -229,7 +229,7 @@ def _perhaps_healthy(incident: Incident, situation: Situation, now: float) -> Ou
     proofs = lease_proofs(situation, now)
     if proofs:
         return Outcome(incident=incident, instructions=proofs)
-    cause = first_hand_cause(replace(broken, ranks=told_exits(broken)), situation, now)
+    cause = first_hand_cause(broken, situation, now, told=told_exits(broken))
     known = replace(incident, escalation="")
     if cause is not None:
         fault = Entry(kind=EntryKind.FAULT, at=now, text=cause.sentence, data={"node": cause.node})

@@ -187,12 +187,15 @@ def test_the_next_keeper_undoes_what_a_killed_one_did(
     file = node.fault(kind, duration_s=2.0)
     first = node.keeper(file)
     wait_until(lambda: node.noted().step is KeptStep.APPLIED)
+    begun = node.noted()
     first.kill()
     first.wait()
     time.sleep(2.2)
     silent = len(heard(tmp_path, node.name))
     assert node.keeper(file).wait(10) == 0
-    assert node.noted().step is KeptStep.UNDONE
+    noted = node.noted()
+    assert noted.step is KeptStep.UNDONE
+    assert (noted.applied_at, noted.undo_at_ns) == (begun.applied_at, begun.undo_at_ns), "it was not done again"
     assert state_of(node.agent.pid) == "S"
     wait_until(lambda: len(heard(tmp_path, node.name)) > silent + 20, within_s=20)
 

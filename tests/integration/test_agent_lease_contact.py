@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import pwd
 import struct
 import sys
 import time
@@ -127,6 +128,40 @@ async def test_a_restarted_agent_goes_on_with_the_lease(server: FakeAgentServer,
         if contact_s(agent) > before:
             break
     assert before < contact_s(agent) <= boottime_s()
+
+
+async def test_a_lease_belongs_to_the_account_of_the_ranks(
+    server: FakeAgentServer, agent: AgentProcess, tmp_path: Path
+) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can start ranks as somebody else")
+    interpreter = Path("/usr/bin/python3")
+    if not interpreter.exists() or not (PROJECT / "tests/fakes/stub_runner.py").stat().st_mode & 0o004:
+        pytest.skip("there is no interpreter or no checkout that another user may read")
+    agent.policy.write_text('allowed_users = ["nobody"]\n')
+    for place in (tmp_path, *tmp_path.parents[:-2]):
+        place.chmod(place.stat().st_mode | 0o055)
+    agent.checkpoints.mkdir()
+    agent.checkpoints.chmod(0o777)
+    await agent.start()
+    as_nobody = {"argv": [str(interpreter), "train.py"], "user": "nobody", "lease": TERMS}
+    server.order([agent.assignment(P.PREPARE, **as_nobody)])
+    await server.until(lambda: reports(server, S.PREPARED))
+    port = reports(server, S.PREPARED)[0].master_port
+    server.order([agent.assignment(P.RUN, port=port, **as_nobody)])
+    await server.until(lambda: steps(server))
+    owner = pwd.getpwnam("nobody").pw_uid
+    raised = {**as_nobody, "lease": LeaseTerms(setup_s=900.0)}
+    server.order([agent.assignment(P.RUN, port=port, **raised)])
+    await server.until(lambda: json.loads((directory(agent) / "lease.json").read_text())["setup_s"] == 900.0)
+    names = ("contact", "progress", "lease.json")
+    assert {(directory(agent) / name).stat().st_uid for name in names} == {owner}
+    await agent.kill()
+    before = contact_s(agent)
+    await agent.start()
+    beats = len(server.beats)
+    await server.until(lambda: len(server.beats) > beats + 3)
+    assert contact_s(agent) > before
 
 
 async def test_a_restarted_agent_writes_through_no_link(

@@ -44,10 +44,6 @@ def make_overdue(row: IncidentRow, *, by_s: float = 10.0) -> None:
     IncidentRow.objects.filter(pk=row.pk).update(body=to_json(moved), deadline_at=moved.deadline_at)
 
 
-def lose_contact(name: str) -> None:
-    Node.objects.filter(name=name).update(last_heard_at=time.time() - 60)
-
-
 # --- Attempts -----------------------------------------------------------------------------------------------------
 
 
@@ -134,11 +130,11 @@ def test_deadline_that_passes_while_somebody_looks_is_kept(job: Job, fleet: Told
 def test_launch_out_of_sight_is_given_time_and_then_paged_but_not_stopped(job: Job, fleet: ToldFleet) -> None:
     incident = launching(fleet, job)
     make_overdue(incident)
-    lose_contact("gpu-02")
+    fleet.fall_silent("gpu-01", "gpu-02", for_s=60)
     advance(job)
     incident.refresh_from_db()
     assert incident.state == "launching"
-    assert TimelineEntry.objects.filter(text__contains="no contact with gpu-02").exists()
+    assert TimelineEntry.objects.filter(text__contains="no contact with gpu-01 and gpu-02").exists()
     body = from_json(incident.body, Incident)
     IncidentRow.objects.filter(pk=incident.pk).update(body=to_json(replace(body, deadline_at=time.time() - 1)))
     advance(job)
@@ -147,15 +143,27 @@ def test_launch_out_of_sight_is_given_time_and_then_paged_but_not_stopped(job: J
     assert GenerationRow.objects.get(job=job, number=2).wanted == "run"
 
 
+def test_launch_that_only_a_lost_node_holds_up_is_planned_anew_without_it(job: Job, fleet: ToldFleet) -> None:
+    incident = launching(fleet, job)
+    make_overdue(incident)
+    fleet.fall_silent("gpu-02", for_s=60)
+    advance(job)
+    assert GenerationRow.objects.get(job=job, number=2).wanted == "stop"
+    assert GenerationRow.objects.get(job=job, number=3).plan["nodes"] == ["gpu-01", "gpu-03"]
+    incident.refresh_from_db()
+    assert incident.body["attempt"] == 0, "no fault of the job"
+
+
 def test_first_launch_out_of_sight_waits_and_says_so(job: Job, fleet: ToldFleet) -> None:
     advance(job)
     run_generation(fleet, job, 1)
     Job.objects.filter(pk=job.pk).update(state_since=time.time() - 600)
-    lose_contact("gpu-02")
+    fleet.fall_silent("gpu-01", "gpu-02", for_s=60)
     advance(job)
     job.refresh_from_db()
-    assert (job.state, "gpu-02" in job.reason, job.launch_attempts) == ("launching", True, 0)
-    Node.objects.update(last_heard_at=time.time())
+    assert (job.state, "gpu-01" in job.reason, job.launch_attempts) == ("launching", True, 0)
+    fleet.silent.clear()
+    fleet.beat()
     advance(job)
     job.refresh_from_db()
     assert job.launch_attempts == 1

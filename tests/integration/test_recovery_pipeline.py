@@ -275,7 +275,7 @@ def test_death_told_while_recovery_is_decided_is_not_covered_up(
     advance_once = engine._advance_incident_once
     incident = IncidentRow.objects.get(job=job)
     while incident.state != "verifying":
-        advance_once(incident.pk)
+        advance_once(incident.pk, None)
         incident.refresh_from_db()
     interpose(monkeypatch, lambda: fleet.die("gpu-02", 2, 1))
     advance(job)

@@ -1,7 +1,7 @@
-"""The server of the simulation: rows in memory, and what `recovery.engine`, `actuators` and `ingest` do with them.
+"""The server of the simulation: rows in memory, and what `recovery.engine`, `actuators` and `sweep` do with them.
 
-The decisions are the real ones (`step`, `step_job`, `judge`, `find_fault`); only the shell around them is made up, with
-the same conditional saves, so that a stale decision meets the same conflict.
+The decisions are the real ones (`step`, `step_job`, `judge`, `find_fault`, `step_breaker`, `judge_silence`); only the
+shell around them is made up, with the same conditional saves, so that a stale decision meets the same conflict.
 """
 
 from __future__ import annotations
@@ -11,10 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from planted import NeverFenced, planted
 from schedules import JobShape, NodeShape
+from simulated_agent import Order, Wanted
+from simulated_web import contact_bounds
 from virtual_time import VirtualTime
 
-from agents.protocol.messages import AssignmentPhase, ProofKind, SeenPhase
+from agents.protocol.messages import AssignmentPhase, ProofKind
+from recovery.domain.breaker import ControlPlaneIncident, rearm, step_breaker
 from recovery.domain.continuity import ResumeRecord, StepRecord, Verdict, judge
 from recovery.domain.detection import Fault, find_fault
 from recovery.domain.fleet import FleetSnapshot, NodeHealth, NodeView
@@ -29,6 +33,7 @@ from recovery.domain.instructions import (
     MarkJob,
     PageOperator,
     PreparePlan,
+    RecordProof,
     ReleaseNodes,
     RunPlan,
     StopGeneration,
@@ -44,10 +49,12 @@ from recovery.domain.lifecycle import JobOutcome, step_job
 from recovery.domain.lineage import reference_generations
 from recovery.domain.machine import step
 from recovery.domain.moves import Outcome, escalate_poisoned
-from recovery.domain.plan import CheckpointRef, RecoveryPlan
+from recovery.domain.plan import CheckpointRef, LeaseLimits, RecoveryPlan
 from recovery.domain.policy import Policy
 from recovery.domain.receipt import Receipt
+from recovery.domain.silence import Contact, ObserverView, judge_silence
 from recovery.domain.situation import Command, FreshIds, JobView, Situation
+from recovery.domain.witnesses import ProbeView
 
 POLICY = Policy(
     deadlines_s={
@@ -59,6 +66,7 @@ POLICY = Policy(
         IncidentState.AWAITING_APPROVAL: 60.0,
         IncidentState.WAITING_FOR_CAPACITY: 60.0,
         IncidentState.WAITING_FOR_CHECKPOINT: 30.0,
+        IncidentState.WAITING_FOR_FENCE: 60.0,
         IncidentState.PAUSED: 60.0,
     },
     placing_s=20.0,
@@ -66,12 +74,20 @@ POLICY = Policy(
 )
 """Shorter than in production: virtual seconds cost real ones."""
 
+LEASE = LeaseLimits(setup_s=40.0, compile_s=40.0, step_s=12.0, save_s=12.0, evaluation_s=12.0)
+AWAY_AFTER_S = 30.0
+RECONNECT_S = 40.0
+"""As in `recovery.absence`: time in which nobody looked is given back."""
+PROBE_AGAIN_AFTER_S = 10.0
+PROBES_COUNT_FOR_S = 60.0
+
 MAX_ADVANCE_ATTEMPTS = 5
 MAX_TRANSITIONS = 20
 SWEEP_S = 2.0
 FITTING_COMMANDS = {
     IncidentState.PAUSED: (Command.RESUME, Command.RETRY, Command.CLOSE),
     IncidentState.ESCALATED: (Command.RETRY, Command.CLOSE),
+    IncidentState.WAITING_FOR_FENCE: (Command.CLOSE,),
 }
 
 
@@ -79,23 +95,22 @@ class Conflict(Exception):
     """The world changed between look and save; nothing was changed."""
 
 
-class NeverFenced(GenerationView):
-    """The planted bug: a generation that looks fenced although no proof of stop has come."""
-
-    @property
-    def fenced(self) -> bool:
-        return True
-
-
 @dataclass
 class NodeRow:
     shape: NodeShape
-    connected: bool = False
+    session: bool = False
+    """Somebody is connected, as far as the server has noticed."""
     healthy: bool = True
     cordoned: bool = False
     claimed_by: str | None = None
     revision: int = 0
     acknowledged: int = 0
+    last_heard_at: float | None = None
+    observer: str = ""
+    boot_id: str = ""
+    quarantined_boot: str = ""
+    said_off_in: str = ""
+    """The boot in which somebody said that it is off."""
 
 
 @dataclass
@@ -108,9 +123,14 @@ class GenerationRow:
     resumes: dict[int, ResumeRecord] = field(default_factory=dict)
     broken: bool = False
     run_ordered: bool = False
-    master_port: int | None = None
     seen: GenerationView | None = None
     """The view made of this row; None after a change."""
+
+    def resumed(self, rank: int, *, step: int, saved: dict[str, str], live: dict[str, str]) -> None:
+        """What a rank says when it enters its training loop."""
+        self.resumes[rank] = ResumeRecord(
+            rank=rank, step=step, saved_digest=saved, live_digest=live, deterministic=True
+        )
 
     def view(self) -> GenerationView:
         if self.seen is None:
@@ -121,6 +141,7 @@ class GenerationRow:
                 ranks=tuple(self.ranks[rank] for rank in sorted(self.ranks)),
                 broken_continuity=self.broken,
                 run_ordered=self.run_ordered,
+                lease=self.plan.lease,
             )
         return self.seen
 
@@ -134,6 +155,7 @@ class IncidentRow:
     states: list[IncidentState] = field(default_factory=list)
     receipt: Receipt | None = None
     opened_after_end: bool = False
+    pages: int = 0
 
 
 @dataclass
@@ -149,7 +171,6 @@ class JobRow:
     generations: dict[int, GenerationRow] = field(default_factory=dict)
     checkpoints: list[CheckpointRef] = field(default_factory=list)
     incidents: list[IncidentRow] = field(default_factory=list)
-    pages: int = 0
 
     @property
     def id(self) -> str:
@@ -167,7 +188,8 @@ class JobRow:
 @dataclass
 class SimulatedServer:
     """`announce` tells the world of a state that a job or incident enters, and answers whether something waited for it;
-    `push` sends a node its orders.
+    `push` sends a node its orders; `judge_truth` compares an instruction with what is physically so; `probe` asks a
+    node's agent whether another node's kernel answers.
     """
 
     time: VirtualTime
@@ -177,8 +199,16 @@ class SimulatedServer:
     report: Callable[[Violation], None]
     announce: Callable[[str, str], bool]
     push: Callable[[str], None]
+    judge_truth: Callable[[JobRow, IncidentRow | None, Situation, Instruction], None]
+    probe: Callable[[str, str, Callable[[bool], None]], None]
+    observers: dict[str, ObserverView]
     nodes: dict[str, NodeRow] = field(default_factory=dict)
     jobs: dict[str, JobRow] = field(default_factory=dict)
+    breakers: list[ControlPlaneIncident] = field(default_factory=list)
+    probes: dict[str, ProbeView] = field(default_factory=dict)
+    probed_at: dict[str, float] = field(default_factory=dict)
+    database_up: bool = True
+    looked_at: float = 0.0
     worker_deaths: dict[str, list[int]] = field(default_factory=dict)
     """Per job: how many of the next steps lose their worker before the save, and after it."""
     decisions: int = 0
@@ -189,25 +219,73 @@ class SimulatedServer:
 
     # --- Looking ---
 
+    @property
+    def breaker(self) -> ControlPlaneIncident | None:
+        return self.breakers[-1] if self.breakers and not self.breakers[-1].ended else None
+
     def fleet(self) -> FleetSnapshot:
-        now = tuple((node.connected, node.healthy, node.cordoned, node.claimed_by) for node in self.nodes.values())
+        """Every node as it is known now; looked at once per moment and change."""
+        now = (
+            self.time.now,
+            self.breaker,
+            *(
+                (
+                    node.session, node.healthy, node.cordoned, node.claimed_by, node.last_heard_at, node.observer,
+                    node.quarantined_boot,
+                )
+                for node in self.nodes.values()
+            ),
+        )  # fmt: skip
         if now != self._fleet_seen or self._fleet is None:
             self._fleet_seen = now
-            self._fleet = FleetSnapshot(nodes=tuple(self._node_view(node) for node in self.nodes.values()))
+            unconfirmed = self._unconfirmed()
+            self._fleet = FleetSnapshot(
+                nodes=tuple(self._node_view(node, unconfirmed) for node in self.nodes.values()),
+                breaker_open=self.breaker is not None,
+                rearmed_at=max((b.rearmed_at or 0.0 for b in self.breakers), default=0.0),
+            )
         return self._fleet
 
-    @staticmethod
-    def _node_view(node: NodeRow) -> NodeView:
+    def _node_view(self, node: NodeRow, unconfirmed: dict[str, str]) -> NodeView:
+        now = self.time.now
+        silence = judge_silence(
+            last_heard_at=node.last_heard_at,
+            observer=node.observer,
+            observers=tuple(self.observers.values()),
+            now=now,
+        )
+        heard_at_most, observed_until = contact_bounds(
+            self.observers, observer=node.observer, last_heard_at=node.last_heard_at, now=now
+        )
         health = NodeHealth.HEALTHY if node.healthy else NodeHealth.UNHEALTHY
+        unknown = not node.session or silence.contact in (Contact.LOST, Contact.UNOBSERVED)
         return NodeView(
             name=node.shape.name,
             address=node.shape.name,
-            health=health if node.connected else NodeHealth.UNKNOWN,
+            health=NodeHealth.UNKNOWN if unknown else health,
             slots=node.shape.slots,
             claimed_by=node.claimed_by,
             cordoned=node.cordoned,
             rack=node.shape.rack,
+            contact=silence.contact,
+            last_heard_at=node.last_heard_at,
+            silent_s=silence.silent_s,
+            heard_at_most=heard_at_most,
+            observed_until=observed_until,
+            boot_id=node.boot_id,
+            quarantined="told off and heard again" if node.quarantined_boot else "",
+            unconfirmed=unconfirmed.get(node.shape.name, ""),
         )
+
+    def _unconfirmed(self) -> dict[str, str]:
+        return {
+            share.node: f"generation {row.plan.generation} of {job.id}"
+            for job in self.jobs.values()
+            for row in job.generations.values()
+            if row.run_ordered
+            for share in row.shares.values()
+            if share.proof is not None and not share.confirmed
+        }
 
     def situation(self, job: JobRow, row: IncidentRow | None) -> Situation:
         self._plans += 1
@@ -217,6 +295,8 @@ class SimulatedServer:
                 name=job.id,
                 state=job.state,
                 node_count=job.shape.node_count,
+                min_nodes=job.shape.min_nodes,
+                lease=LEASE,
                 ranks_per_node=job.shape.ranks_per_node,
                 stop_wanted=job.stop_wanted,
                 launch_attempts=job.launch_attempts,
@@ -228,6 +308,7 @@ class SimulatedServer:
             fresh=FreshIds(plan_id=f"plan-{self._plans}", run_id=f"run-{self._plans}", generation=job.generation + 1),
             policy=POLICY,
             command=row.command if row else None,
+            probes=tuple(p for p in self.probes.values() if self.time.now - p.asked_at <= PROBES_COUNT_FOR_S),
         )
         plan = row.incident.plan if row else None
         new = job.generations.get(plan.generation) if plan else None
@@ -246,12 +327,14 @@ class SimulatedServer:
         views = {number: generation.view() for number, generation in job.generations.items()}
         reference: dict[tuple[int, int], StepRecord] = {}
         for number in reference_generations(views, upto=new.plan.generation):
+            if views[number].plan.world_size != new.plan.world_size:
+                continue
             for key, record in job.generations[number].steps.items():
                 reference.setdefault(key, record)
         verdict = judge(
             parent=new.plan.parent,
             world_size=new.plan.world_size,
-            same_topology=True,
+            same_topology=job.generations[incident.broken_generation].plan.world_size == new.plan.world_size,
             reached_step=incident.reached_step,
             resumes=list(new.resumes.values()),
             reference=reference,
@@ -265,7 +348,10 @@ class SimulatedServer:
     def advance(self, job_id: str) -> None:
         """Decide now and save now, or a little later where the worker is slow; then go on while there is more to do."""
         for _ in range(MAX_TRANSITIONS):
-            decided = self._decide(self.jobs[job_id])
+            if not self.database_up:
+                return
+            with planted(self.plant):
+                decided = self._decide(self.jobs[job_id])
             if decided is None:
                 return
             save, late = decided
@@ -279,6 +365,8 @@ class SimulatedServer:
                 continue
 
     def _save_late(self, job_id: str, save: Callable[[], bool]) -> None:
+        if not self.database_up:
+            return
         try:
             more = save()
         except Conflict:
@@ -307,14 +395,16 @@ class SimulatedServer:
         version = row.version
         row.attempts += 1
         late = self.announce(job.id, f"about to be {outcome.incident.state.value}")
-        return lambda: self._save_incident(job, row, version, outcome), late
+        return lambda: self._save_incident(job, row, version, outcome, situation), late
 
-    def _save_incident(self, job: JobRow, row: IncidentRow, version: int, outcome: Outcome) -> bool:
+    def _save_incident(
+        self, job: JobRow, row: IncidentRow, version: int, outcome: Outcome, situation: Situation
+    ) -> bool:
         if self._worker_dies(job.id, before_save=True):
             return False
         if row.version != version or row.incident.ended:
             raise Conflict
-        self._perform(job, outcome.instructions, row)
+        self._perform(job, outcome.instructions, row, situation)
         moved = outcome.incident.state is not row.incident.state
         row.incident, row.command, row.attempts, row.version = outcome.incident, None, 0, version + 1
         if moved:
@@ -327,28 +417,28 @@ class SimulatedServer:
     def _decide_job(self, job: JobRow) -> tuple[Callable[[], bool], bool] | None:
         self.decisions += 1
         situation = self.situation(job, None)
+        fault = find_fault(situation, self.time.now)
+        if fault is not None:
+            self.open_incident(job, fault)
+            return lambda: True, False
         outcome = step_job(situation, self.time.now)
         if all(
             isinstance(instruction, MarkJob) and (instruction.state, instruction.reason) == (job.state, job.reason)
             for instruction in outcome.instructions
         ):
-            fault = find_fault(situation)
-            if fault is not None:
-                self._open(job, fault)
-                return lambda: True, False
             return None
         version = job.version
         marks = [instruction.state.value for instruction in outcome.instructions if isinstance(instruction, MarkJob)]
         late = any(self.announce(job.id, f"about to be {state}") for state in marks)
-        return lambda: self._save_job(job, version, outcome), late
+        return lambda: self._save_job(job, version, outcome, situation), late
 
-    def _save_job(self, job: JobRow, version: int, outcome: JobOutcome) -> bool:
+    def _save_job(self, job: JobRow, version: int, outcome: JobOutcome, situation: Situation) -> bool:
         if self._worker_dies(job.id, before_save=True):
             return False
         if job.version != version:
             raise Conflict
         before = job.state
-        self._perform(job, outcome.instructions, None)
+        self._perform(job, outcome.instructions, None, situation)
         job.version += 1
         job.launch_attempts += outcome.failed_launch
         self.check(job)
@@ -363,9 +453,12 @@ class SimulatedServer:
 
     # --- Performing: all or nothing, as in one transaction ---
 
-    def _perform(self, job: JobRow, instructions: tuple[Instruction, ...], row: IncidentRow | None) -> None:
+    def _perform(
+        self, job: JobRow, instructions: tuple[Instruction, ...], row: IncidentRow | None, situation: Situation
+    ) -> None:
         for instruction in instructions:
             self._refuse_conflict(job, instruction)
+            self.judge_truth(job, row, situation, instruction)
         generations = [generation.view() for generation in job.generations.values()]
         for violation in violations_of_step(
             job=job.id,
@@ -385,7 +478,8 @@ class SimulatedServer:
                     raise Conflict
                 for name in plan.nodes:
                     node = self.nodes[name]
-                    if node.claimed_by not in (None, job.id) or node.cordoned or not (node.connected and node.healthy):
+                    free = node.claimed_by in (None, job.id) and not node.cordoned and not node.quarantined_boot
+                    if not (free and node.session and node.healthy):
                         raise Conflict
             case RunPlan(generation=number):
                 if job.generations[number].wanted is not AssignmentPhase.PREPARE:
@@ -406,9 +500,12 @@ class SimulatedServer:
                 made = GenerationRow(plan=plan, wanted=AssignmentPhase.PREPARE, shares=shares)
                 job.generations[plan.generation] = made
                 self._bump(made)
-            case RunPlan(generation=number, master_port=port):
+            case RecordProof(generation=number, proof=proof):
+                self.keep_proof(job, job.generations[number], proof)
+            case RunPlan(generation=number, fences=fences):
                 generation = job.generations[number]
-                generation.wanted, generation.run_ordered, generation.master_port = AssignmentPhase.RUN, True, port
+                generation.wanted, generation.run_ordered = AssignmentPhase.RUN, True
+                generation.plan = replace(generation.plan, fences=fences)
                 generation.seen = None
                 self._bump(generation)
             case MarkJob(state=state, reason=reason):
@@ -424,7 +521,8 @@ class SimulatedServer:
                 if row is not None:
                     row.receipt = receipt
             case PageOperator():
-                job.pages += 1
+                if row is not None:
+                    row.pages += 1
 
     def _mark(self, job: JobRow, state: JobState, reason: str) -> None:
         if job.state is not state:
@@ -437,14 +535,80 @@ class SimulatedServer:
             self.nodes[name].revision += 1
             self.push(name)
 
-    def order_for(self, node: str) -> tuple[int, tuple[tuple[AssignmentPhase, RecoveryPlan, int | None], ...]]:
-        """The node's revision and everything that it should run: phase, plan, port."""
-        return self.nodes[node].revision, tuple(
-            (generation.wanted, generation.plan, generation.master_port)
+    def order_for(self, node: str) -> Order:
+        """Everything that the node should run; a stop stays in it until its own agent has proven it."""
+        return Order(
+            revision=self.nodes[node].revision,
+            wanted=tuple(
+                Wanted(phase=generation.wanted, plan=generation.plan)
+                for job in self.jobs.values()
+                for generation in job.generations.values()
+                if node in generation.shares
+                and (generation.wanted is not AssignmentPhase.STOP or not generation.shares[node].confirmed)
+            ),
+        )
+
+    # --- Sweeping ---
+
+    def sweep(self) -> None:
+        """Every two seconds: first whether absence may be believed, then all that is open."""
+        if not self.database_up:
+            return
+        now = self.time.now
+        if self.looked_at and now - self.looked_at >= AWAY_AFTER_S:
+            self._move_deadlines(now - self.looked_at + RECONNECT_S)
+        self.looked_at = now
+        self._advance_breaker()
+        self._ask_for_probes()
+        for job in list(self.jobs.values()):
+            self.advance(job.id)
+
+    def _move_deadlines(self, by_s: float) -> None:
+        for job in self.jobs.values():
+            row = job.open_incident
+            if row is not None and row.incident.deadline_at is not None:
+                row.incident = replace(row.incident, deadline_at=row.incident.deadline_at + by_s)
+                row.version += 1
+            if job.state in (JobState.PENDING, JobState.PLACING, JobState.LAUNCHING):
+                job.state_since = min(job.state_since + by_s, self.time.now)
+                job.version += 1
+
+    def _advance_breaker(self) -> None:
+        self._incidents += 1
+        outcome = step_breaker(self.breaker, self.fleet(), fresh_id=f"inc-{self._incidents}", now=self.time.now)
+        if outcome.incident is None or outcome.incident == self.breaker:
+            return
+        if self.breaker is None:
+            self.breakers.append(outcome.incident)
+        else:
+            self.breakers[-1] = outcome.incident
+
+    def rearm(self) -> None:
+        """An operator has looked."""
+        if self.breaker is not None:
+            outcome = rearm(self.breaker, by="operator", now=self.time.now)
+            assert outcome.incident is not None
+            self.breakers[-1] = outcome.incident
+
+    def _ask_for_probes(self) -> None:
+        fleet, now = self.fleet(), self.time.now
+        lookers = [node.name for node in fleet.nodes if node.contact is Contact.SEEN and self.nodes[node.name].session]
+        for node in fleet.nodes:
+            silent = node.contact in (Contact.SUSPECT, Contact.LOST)
+            due = now - self.probed_at.get(node.name, -1e9) > PROBE_AGAIN_AFTER_S
+            if lookers and silent and due and self._may_hold_ranks(node.name):
+                self.probed_at[node.name] = now
+                looker = next((name for name in lookers if name != node.name), lookers[0])
+                self.probe(looker, node.name, partial(self._probed, node.name, looker, now))
+
+    def _probed(self, node: str, looker: str, asked_at: float, reachable: bool) -> None:
+        self.probes[node] = ProbeView(node=node, prober=looker, asked_at=asked_at, reachable=reachable)
+
+    def _may_hold_ranks(self, node: str) -> bool:
+        return any(
+            row.run_ordered and node in row.shares and row.shares[node].proof is None
             for job in self.jobs.values()
-            for generation in job.generations.values()
-            if node in generation.shares
-            and (generation.wanted is not AssignmentPhase.STOP or generation.shares[node].proof is None)
+            for row in job.generations.values()
         )
 
     # --- Asking ---
@@ -454,7 +618,7 @@ class SimulatedServer:
         if row is None:
             return
         if command in FITTING_COMMANDS.get(row.incident.state, (Command.PAUSE, Command.CLOSE)):
-            row.command = command
+            row.command, row.version = command, row.version + 1
             self.advance(job_id)
 
     def stop_job(self, job_id: str) -> None:
@@ -463,30 +627,9 @@ class SimulatedServer:
             job.stop_wanted = True
             self.advance(job_id)
 
-    # --- Facts ---
+    # --- Incidents and proofs ---
 
-    def generation_of(self, node: str, job_id: str, number: int) -> GenerationRow | None:
-        generation = self.jobs[job_id].generations.get(number)
-        return generation if generation is not None and node in generation.shares else None
-
-    def rank_row(self, generation: GenerationRow, rank: int) -> RankView:
-        return generation.ranks.get(rank) or RankView(rank=rank, node=generation.plan.node_of(rank))
-
-    def store_rank(self, job_id: str, generation: GenerationRow, view: RankView) -> None:
-        generation.ranks[view.rank] = view
-        generation.seen = None
-        if view.died:
-            self._judge_exit(self.jobs[job_id], generation, view)
-
-    def _judge_exit(self, job: JobRow, generation: GenerationRow, view: RankView) -> None:
-        if generation.wanted is not AssignmentPhase.RUN or job.stop_wanted or job.ended:
-            return
-        if job.open_incident is not None:
-            return
-        fault = Fault(generation=generation.plan.generation, rank=view.rank, at=view.exited_at, sentence="a rank died")
-        self._open(job, fault)
-
-    def _open(self, job: JobRow, fault: Fault) -> None:
+    def open_incident(self, job: JobRow, fault: Fault) -> None:
         now = self.time.now
         self._incidents += 1
         incident = Incident(
@@ -506,41 +649,33 @@ class SimulatedServer:
                 opened_after_end=job.generations[fault.generation].view().ended_well,
             )
         )
+        job.version += 1
         self._mark(job, JobState.RECOVERING, "")
         self.check(job)
         self.announce(job.id, IncidentState.DETECTED.value)
 
-    def store_report(
-        self,
-        node: str,
-        job_id: str,
-        generation: GenerationRow,
-        *,
-        phase: SeenPhase,
-        reason: str,
-        port: int | None,
-        fingerprint: str,
-        proof: ProofKind | None,
-    ) -> None:
-        share = generation.shares[node]
-        if share.proof is not None and phase is not SeenPhase.STOPPED:
+    def keep_proof(self, job: JobRow, generation: GenerationRow, proof: FenceProof) -> None:
+        """The first proof of a share stays; its silent ranks are gone."""
+        share = generation.shares[proof.node]
+        if share.proof is not None:
             return
-        share = replace(
-            share,
-            seen=phase,
-            reason=reason,
-            master_port=port if port is not None else share.master_port,
-            fingerprint=fingerprint or share.fingerprint,
-            fingerprint_parts={"script": fingerprint} if fingerprint else share.fingerprint_parts,
-        )
-        if proof is not None and share.proof is None:
-            share = replace(share, proof=FenceProof(node=node, kind=proof, at=self.time.now, evidence="simulated"))
-        generation.shares[node] = share
-        generation.seen = None
-        if phase is SeenPhase.STOPPED:
-            for view in [view for view in generation.ranks.values() if view.node == node and not view.exited]:
-                gone = replace(view, exited_at=self.time.now, detail="gone without a report")
-                self.store_rank(job_id, generation, gone)
+        now = self.time.now
+        generation.shares[proof.node] = replace(share, proof=replace(proof, recorded_at=now))
+        generation.seen = self._fleet = None
+        for rank, view in list(generation.ranks.items()):
+            if view.node == proof.node and not view.exited:
+                gone = replace(view, exited_at=proof.at, exit_recorded_at=now, detail="gone without a report")
+                generation.ranks[rank] = gone
+        self.time.after(0.0, lambda: self.advance(job.id))
+
+    def fence_node(self, node: str, *, kind: ProofKind) -> None:
+        """Somebody says that a node is off: that fences all that may still run there."""
+        self.nodes[node].said_off_in = self.nodes[node].boot_id
+        for job in self.jobs.values():
+            for number, row in job.generations.items():
+                if row.run_ordered and node in row.shares:
+                    proof = FenceProof(node=node, kind=kind, at=self.time.now, evidence="said", generation=number)
+                    self.keep_proof(job, row, proof)
 
     # --- Judging ---
 

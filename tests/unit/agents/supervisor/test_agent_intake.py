@@ -59,6 +59,22 @@ async def test_only_rank_0_tells_of_saves_but_all_count_as_progress() -> None:
     assert taken.progress.saved == {20}
 
 
+async def test_the_save_of_step_0_is_told_like_any_other() -> None:
+    told = Told()
+    messages: list[Message] = []
+    for _ in range(2):  # the second life of the agent hears it again, from the rank's own log
+        taken = Intake(
+            job="j",
+            generation=1,
+            ranks=range(2),
+            emit=lambda message: (messages.append(message), told.take(message))[0],
+            progressed=lambda rank: None,
+            told=told.of("j", 1),
+        )
+        taken.take(SavedSaid(job="j", generation=1, rank=0, at=1.0, step=0, directory="d", size_bytes=1, world_size=2))
+    assert [message.step for message in messages if isinstance(message, CheckpointSaved)] == [0]
+
+
 async def test_large_backlogs_go_in_frames_that_fit() -> None:
     told: list[Message] = []
     taken = intake(told)

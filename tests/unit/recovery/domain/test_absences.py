@@ -96,7 +96,8 @@ def test_three_unrelated_deaths_at_once_among_twenty_are_all_found() -> None:
 
 def test_nothing_is_missing_while_the_breaker_is_open() -> None:
     assert missing(leased(ago_s=60), replace(GONE, breaker_open=True)) == []
-    assert unseen_for_s(leased(), world(leased(), fleet(lost("gpu-01"), lost("gpu-02"), breaker_open=True))) is None  # type: ignore[arg-type]
+    nobody = replace(fleet(lost("gpu-01"), lost("gpu-02")), breaker_open=True)
+    assert unseen_for_s(leased(), world(leased(), nobody)) is None
 
 
 def test_nothing_is_missing_when_not_one_node_of_the_job_can_be_seen() -> None:

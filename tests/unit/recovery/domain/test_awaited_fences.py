@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from domain_scenes import NOW, fleet, leased, lost, node, proven, stopping
+
 from recovery.domain.awaited_fences import AwaitedFence, FenceHelp, awaited_fences
 from recovery.domain.fleet import FleetSnapshot
 from recovery.domain.generations import GenerationView
 from recovery.domain.silence import Contact
-from tests.unit.recovery.domain.domain_scenes import NOW, fleet, leased, lost, node, proven, stopping
 
 H = FenceHelp
 

@@ -5,6 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from domain_scenes import (
+    NOW,
+    at_step,
+    exited,
+    fleet,
+    incident,
+    killed,
+    leased,
+    lost,
+    node,
+    proven,
+    rank,
+    situation,
+    stopping,
+)
 
 from recovery.domain.fence_policy import (
     BACK_OFF_S,
@@ -17,20 +32,6 @@ from recovery.domain.generations import ProofKind
 from recovery.domain.incident import Cause, CauseKind, IncidentState
 from recovery.domain.silence import Contact
 from recovery.domain.witnesses import ProbeView
-from tests.unit.recovery.domain.domain_scenes import (
-    NOW,
-    at_step,
-    exited,
-    fleet,
-    incident,
-    leased,
-    lost,
-    node,
-    proven,
-    rank,
-    situation,
-    stopping,
-)
 
 S = IncidentState
 
@@ -105,9 +106,9 @@ def test_node_that_fell_silent_later_is_switched_off_only_if_somebody_else_misse
     """gpu-01 is silent as well, while its agent was about to prove the stop."""
     later = fleet(lost("gpu-01"), lost("gpu-02"), node("gpu-03"), node("gpu-04"), node("gpu-05"))
     assert nodes_to_fence(WAITING, situation(BROKEN, fleet=later), NOW) == ("gpu-02",)
-    three = leased(ranks=tuple(at_step(rank(number, last_step=50), ago_s=20) for number in range(2)))
+    half = leased(ranks=(at_step(rank(0, last_step=50), ago_s=20), killed(rank(1, last_step=50))))
     probe = ProbeView(node="gpu-01", prober="gpu-03", asked_at=NOW - 1, reachable=False)
-    fenced = proven(stopping(three), "gpu-02", at=NOW - 1, kind=ProofKind.PROVIDER)
+    fenced = proven(stopping(half), "gpu-02", at=NOW - 1, kind=ProofKind.PROVIDER)
     own = fleet(lost("gpu-01"), node("gpu-02"), node("gpu-03"), node("gpu-04"))
     assert nodes_to_fence(WAITING, situation(fenced, fleet=own), NOW) == ()
     assert nodes_to_fence(WAITING, situation(fenced, fleet=own, probes=(probe,)), NOW) == ("gpu-01",)

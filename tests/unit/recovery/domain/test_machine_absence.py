@@ -230,6 +230,7 @@ def test_an_echo_that_opened_the_incident_before_the_silence_is_corrected_to_the
     assert outcome.incident.cause is not None
     assert (outcome.incident.cause.kind, outcome.incident.cause.node) == (CauseKind.NODE_LOST, "gpu-02")
     assert "On a second look" in words(outcome)
+    assert (heard.fault_at, outcome.incident.fault_at) == (NOW - 1, NOW - 12)  # it was gone before its peer died of it
 
 
 def test_survivors_that_our_own_stop_killed_do_not_become_the_cause_of_a_lost_node() -> None:
