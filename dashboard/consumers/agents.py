@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from django.db import InterfaceError, OperationalError
+from django.db import connection as database
 
 from agents.protocol.codec import encode_frame
 from agents.protocol.errors import CloseCode, ProtocolError
@@ -51,6 +52,7 @@ RECORD_EVERY_S = 1.0
 LOOK_EVERY_S = 1.0
 PUSH_AGAIN_AFTER_S = 5.0
 """An order that the agent has not taken over by then is sent once more: its disk may have been full."""
+YIELD_S = 5.0
 LONGEST_PAUSE_S = 2.0
 """Between two tries to store facts."""
 SEND_WITHIN_S = 5.0
@@ -151,6 +153,7 @@ class Fleet:
         """When the newest record was taken that succeeded, or when it began anew. Monotonic, like all times here."""
         self._tidied_at = 0.0
         self._lag = Lag()
+        self._not_recording = asyncio.Event()
 
     def add(self, connection: Connection) -> None:
         self.connections.add(connection)
@@ -158,7 +161,7 @@ class Fleet:
     def listen(self) -> None:
         """Begin to observe, also without a connection: that nobody comes says something only if somebody listens."""
         if all(task.done() for task in self._tasks):
-            self._look = asyncio.Event()
+            self._look, self._not_recording = asyncio.Event(), asyncio.Event()
             self._begin_anew()
             self._tasks = [asyncio.create_task(work()) for work in (self._beat, self._run, self._listen)]
 
@@ -179,16 +182,25 @@ class Fleet:
         """Write down each second whom this process heard, whatever else it has to do."""
         while True:
             began = time.monotonic()
+            self._not_recording.clear()
             try:
                 await self._record()
             except DATABASE_AWAY as err:
                 log.warning("agents' sockets: whom they heard is not stored, no lease is granted: %s", err)
             except Exception:
                 log.exception("agents' sockets: whom they heard is not stored; trying again in %.0f s", RECORD_EVERY_S)
+            finally:
+                self._not_recording.set()
             wait_s = max(0.0, began + RECORD_EVERY_S - time.monotonic())
             asked_at = time.monotonic()
             await asyncio.sleep(wait_s)
             self._lag.note(time.monotonic() - asked_at - wait_s)
+
+    async def let_it_record(self) -> None:
+        """Where writers do not queue up but try again and again, let the record of whom we heard go first."""
+        if database.vendor == "sqlite":
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._not_recording.wait(), YIELD_S)
 
     async def _run(self) -> None:
         """Bring sockets in step with the rows, once a second and whenever somebody says that orders changed."""
@@ -477,6 +489,7 @@ async def _store(connection: Connection, batch: list[tuple[int, FromAgent]]) -> 
     """Try until the database takes it: facts wait in the agent's outbox meanwhile, nothing is dropped."""
     pause_s = 0.2
     while True:
+        await fleet.let_it_record()
         try:
             return await in_database_thread(
                 ingest.store_facts,

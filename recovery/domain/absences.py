@@ -101,6 +101,7 @@ def node_lost(missing: tuple[MissingNode, ...], cascade: tuple[int, ...] = ()) -
         node=missing[0].name,
         sentence="; ".join(node.sentence for node in missing) + ".",
         cascade=cascade,
+        witnesses=tuple((witness.kind.value, witness.sentence) for node in missing for witness in node.witnesses),
     )
 
 

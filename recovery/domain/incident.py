@@ -86,6 +86,8 @@ class Cause:
     """Other ranks whose evidence is as good and as early; a tie is called a tie."""
     cascade: tuple[int, ...] = ()
     """Ranks that died of it."""
+    witnesses: tuple[tuple[str, str], ...] = ()
+    """Of a node that is gone: kind and sentence of each witness that misses it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -95,7 +95,7 @@ class IncidentSummary:
     deadline_at: float | None
     """When the present state runs out of time; None after the end."""
     cause: dict[str, Any] | None
-    """The domain's `Cause` as JSON: kind, rank, node, sentence, tied_with, cascade."""
+    """The domain's `Cause` as JSON: kind, rank, node, sentence, tied_with, cascade, witnesses."""
     cause_sentence: str
     reached_step: int | None
     broken_generation: int | None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from django.db.models import Count, Max, Sum
 
-from recovery.models import Drill, IncidentRow, Job, Node, TimelineEntry
+from recovery.models import Drill, FenceAction, IncidentRow, Job, Node, TimelineEntry
 from recovery.queries.moment import moment
 
 FLEET = "fleet"
@@ -47,9 +47,11 @@ def topic_positions(topics: Iterable[str], *, now: float | None = None) -> dict[
 
 def _fleet(now: float) -> TopicPosition:
     nodes = Node.objects.order_by("name").values_list(
-        "name", "session", "gpus_at", "revision", "unhealthy_reason", "cordoned", "claimed_by", "revoked"
-    )
-    return TopicPosition(seq=int(now * 1000), mark=repr(list(nodes)))
+        "name", "session", "gpus_at", "revision", "unhealthy_reason", "quarantine_reason", "cordoned", "claimed_by",
+        "revoked",
+    )  # fmt: skip
+    fences = FenceAction.objects.values_list("id", "state", "attempts", "contradicted_at")[:50]
+    return TopicPosition(seq=int(now * 1000), mark=repr([list(nodes), list(fences)]))
 
 
 def _incidents(ids: list[str]) -> dict[str, TopicPosition]:

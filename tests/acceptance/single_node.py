@@ -18,9 +18,8 @@ from typing import Any
 from demo_check.auditor import Fence, audit, disagreements, read_stories
 from demo_check.rest import RestError
 from demo_check.run import tell
-from demo_check.step_audit import audit_unharmed
 from demo_check.system import HarnessError, RunningSystem, order_drill, steady_job, unix_seconds
-from demo_check.unharmed import ARRIVES_WITHIN_S, STALL_LIMIT_S, all_checkpoints, all_rows
+from demo_check.unharmed import recompute
 from demo_check.witness import Witness, marked_processes
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -87,16 +86,7 @@ def _cut(system: RunningSystem, witness: Witness, result: dict[str, Any]) -> lis
         errors.append(f"The incident ended as {incident['state']}, not as a false alarm.")
     if drill["state"] != "passed":
         errors.append(f"The drill is {drill['state']}: {drill['result'].get('reasons')}")
-    found = audit_unharmed(
-        read_stories(system.agents, job["id"]),
-        generation=generation,
-        pids=pids,
-        since=asked_at,
-        until=time.time() - ARRIVES_WITHIN_S,
-        rows={rank: all_rows(system, job["id"], generation, rank) for rank in pids},
-        checkpoints=all_checkpoints(system, job["id"]),
-        stall_limit_s=STALL_LIMIT_S,
-    )
+    found = recompute(system, job["id"], generation=generation, pids=pids, since=asked_at)
     result |= {
         "cut": incident["state"],
         "steps_lost": found.steps_lost,

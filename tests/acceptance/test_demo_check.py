@@ -17,11 +17,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 HERE = Path(__file__).parent
 
 
-def demo_check(bug: str = "") -> tuple[int, dict[str, Any], str]:
+def demo_check(bug: str = "", *, drill: str = "kill-rank") -> tuple[int, dict[str, Any], str]:
     """Exit code, the last line as JSON, and everything that was printed."""
     done = subprocess.run(
         [sys.executable, "-m", "demo_check"],
-        env=os.environ | {"PYTHONPATH": str(HERE), "BUG": bug},
+        env=os.environ | {"PYTHONPATH": str(HERE), "BUG": bug, "DRILL": drill},
         capture_output=True,
         text=True,
         timeout=290,
@@ -38,6 +38,14 @@ def test_recovers_with_continuity_proven_and_leaves_nothing_behind() -> None:
     assert result["steps_lost"] >= 5
     assert 0 < result["detect_s"] < result["first_step_s"] < result["caught_up_s"]
     assert 0 < result["stop_s"] < result["first_step_s"]
+
+
+def test_a_frozen_node_is_fenced_by_its_lease_and_does_nothing_once_it_is_thawed() -> None:
+    code, result, everything = demo_check(drill="freeze-node")
+    assert code == 0, everything
+    assert (result["state"], result["drill"], result["continuity"]) == ("recovered", "passed", "bit-equal")
+    assert result["fence"]["gpu-02"] == "lease_expired"
+    assert 30 < result["fence_s"] < result["first_step_s"]
 
 
 @pytest.mark.parametrize(

@@ -137,6 +137,29 @@ def test_the_stop_of_a_silent_node_is_no_number_to_agree_on_but_the_others_are(t
     assert len(disagreements(replace(found, detect_s=found.detect_s - 1.0), claimed, of_silence=True)) == 1
 
 
+def test_of_its_last_moments_a_broken_node_may_have_told_nobody_but_of_nothing_else(tmp_path: Path) -> None:
+    world = frozen_world()
+    for step in range(REACHED + 1, REACHED + 41):  # rank 1 alone was ahead, for its last 2.4 s
+        world[1, 1].append(step_line(step, FAULT - 3.0 + (step - REACHED) * 0.06))
+    found = judge_frozen(tmp_path, world)
+    assert (found.reached_step, found.heard_step) == (REACHED + 40, REACHED + 16)
+
+    def claims(unheard: int) -> list[str]:
+        verdict = {
+            "kind": found.continuity,
+            "steps_lost": found.steps_lost - unheard,
+            "steps_compared": min(found.steps_compared, found.steps_lost - unheard),
+        }
+        reached = found.reached_step - unheard
+        times = {name: getattr(found, name) for name in ("detect_s", "stop_s", "first_step_s", "caught_up_s")}
+        parent = {"generation": 1, "step": found.parent_step}
+        receipt = {"verdict": verdict, "generation": 2, "reached_step": reached, "parent": parent, **times}
+        return [words for words in disagreements(found, receipt, of_silence=True) if "caught_up_s" not in words]
+
+    assert claims(0) == claims(24) == []
+    assert any("reached_step" in words for words in claims(25))
+
+
 # --- Jobs that should not notice ------------------------------------------------------------------------------------
 
 Rows = dict[int, list[dict[str, Any]]]

@@ -64,6 +64,7 @@ def test_job_with_an_unseen_node_says_that_it_trains_on(chromium: Browser, site:
         expect(page.locator("#job")).to_contain_text("stepping 15 s")
         visit(page, "/nodes/gpu-19")
         expect(page.locator("#fence-panel")).to_contain_text("this machine is not powered off")
+        expect(page.locator("#attest-form")).to_have_count(0)
 
 
 def test_waiting_incident_names_what_would_bring_the_proof_and_leads_to_the_panel(
@@ -74,6 +75,9 @@ def test_waiting_incident_names_what_would_bring_the_proof_and_leads_to_the_pane
         waiting = page.get_by_role("region", name="Waiting for a proof")
         expect(waiting).to_contain_text("gpu-15")
         expect(waiting.locator("[data-until]")).to_contain_text("min")
+        witnesses = page.get_by_role("region", name="Witnesses").get_by_role("listitem")
+        expect(witnesses).to_have_count(2)
+        expect(witnesses.last).to_contain_text("Peers failed")
         evidence = page.locator("#timeline .entry-proof details")
         expect(evidence).to_contain_text("Control group empty")
         evidence.locator("summary").click()

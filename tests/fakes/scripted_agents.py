@@ -358,7 +358,7 @@ class ScriptedFleet:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.call(lambda: [task.cancel() for task in self._tasks])
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(10)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
         self._loop.close()
@@ -422,6 +422,11 @@ class ScriptedFleet:
         self._tasks = [self._loop.create_task(agent.live()) for agent in self.agents.values()]
         self._tasks.append(self._loop.create_task(self._train()))
         self._loop.run_forever()
+
+    async def _end(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _train(self) -> None:
         """A generation steps when every rank of it runs: none goes on alone."""

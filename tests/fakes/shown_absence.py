@@ -84,7 +84,8 @@ def _lost_node(now: float) -> str:
                     started_at=fault_at - 104, lease=LeaseLimits(evaluation_s=3500.0))  # fmt: skip
     heartbeat, failed = "gpu-15 has been silent for 14 s", "rank 0 on gpu-14 died of a broken collective"
     cause = Cause(kind=CauseKind.NODE_LOST, rank=None, node="gpu-15", cascade=(0,),
-                  sentence=f"gpu-15 is gone: {heartbeat} and {failed}.")  # fmt: skip
+                  sentence=f"gpu-15 is gone: {heartbeat} and {failed}.",
+                  witnesses=(("heartbeat", heartbeat), ("peer_failed", failed)))  # fmt: skip
     why = "Nothing proves that generation 1 is gone from gpu-15."
     row = make_incident(
         "inc_5f2n8c4wq6xk", job, S.WAITING_FOR_FENCE, opened_at=fault_at + 14, fault_at=fault_at, reached=238,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from agents.protocol.messages import AssignmentPhase, LeaseTerms, Phase, RankPhase, SeenPhase
+from agents.protocol.messages import AssignmentPhase, Heartbeat, LeaseTerms, Phase, RankPhase, SeenPhase
 from tests.fakes.agent_process import PROJECT, AgentProcess
 from tests.fakes.agent_server import FakeAgentServer
 from tests.integration.agent_lives import reports, run_generation, steps
@@ -74,16 +74,18 @@ async def test_gives_runner_and_ranks_their_files(server: FakeAgentServer, agent
 async def test_contact_is_when_a_granted_heartbeat_was_sent(server: FakeAgentServer, agent: AgentProcess) -> None:
     await agent.start()
     await run_generation(agent, lease=TERMS)
-    seen = set()
+    beats = len(server.beats)
+    await server.until(lambda: len(server.beats) > beats + 2)
+    offset_s = time.time() - boottime_s()
+    seen: list[float] = []
     for _ in range(20):
         await asyncio.sleep(0.05)
-        contact = contact_s(agent)
-        assert contact <= boottime_s()
-        # Sent before it was answered, and not long before: the agent and the test share a clock.
-        assert any(0 <= answered - contact < 0.5 for answered in server.beats)
-        seen.add(contact)
-    assert len(seen) > 2
-    assert sorted(seen) == sorted(seen)
+        seen.append(contact_s(agent))
+        assert seen[-1] <= boottime_s()
+        sent = [message.at - offset_s for message in server.transient if isinstance(message, Heartbeat)]
+        assert any(abs(at - seen[-1]) < 0.01 for at in sent), "the time that a heartbeat says of its own sending"
+    assert len(set(seen)) > 2
+    assert seen == sorted(seen)
 
 
 async def test_without_a_grant_contact_stands_still(server: FakeAgentServer, agent: AgentProcess) -> None:
@@ -303,3 +305,28 @@ async def test_a_record_of_the_older_agent_is_found_again(server: FakeAgentServe
     assert sorted(agent.marked()) == before
     assert not reports(server, S.RUNNING)[-1].keeps_lease
     os.kill(record["pid"], 0)
+
+
+async def test_the_real_runner_keeps_the_lease_of_an_agent_without_a_server(
+    server: FakeAgentServer, agent: AgentProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Contact holds the ranks alive while it lasts, though they report nothing; without it they are killed."""
+    monkeypatch.setenv("AGENT_RUNNER", "module")
+    (agent.job_directory / "train.py").write_text("import time\ntime.sleep(600)\n")
+    await agent.start()
+    await run_generation(agent, lease=LeaseTerms(setup_s=5.0, compile_s=5.0, step_s=5.0, save_s=5.0, evaluation_s=5.0))
+    assert json.loads((directory(agent) / "launch.json").read_text())["protocol"] == 2
+    assert reports(server, S.RUNNING)[0].keeps_lease
+    await asyncio.sleep(7.0)
+    assert not reports(server, S.STOPPED)
+    await server.stop()
+    gone = time.monotonic()
+    while agent.marked():
+        assert time.monotonic() - gone < 20
+        await asyncio.sleep(0.1)
+    assert time.monotonic() - gone > 4.0
+    await server.start()
+    await server.until(lambda: reports(server, S.STOPPED))
+    stopped = reports(server, S.STOPPED)[0]
+    assert stopped.reason == "lease"
+    assert stopped.detail.startswith("its lease ran out after ")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -83,9 +82,7 @@ def test_command_dies_with_the_worker_that_watches_over_it(tmp_path: Path) -> No
         "from recovery.fence_providers import CommandFenceProvider, FencedNode\n"
         f"CommandFenceProvider([{command!r}], timeout_s=600).power_off(FencedNode(name='n', address='a'))\n"
     )
-    environment = {**os.environ, "DJANGO_SETTINGS_MODULE": "tests.settings"}
-    root = Path(__file__).resolve().parents[2]
-    worker = subprocess.Popen([sys.executable, "-c", code], env=environment, cwd=root)
+    worker = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).resolve().parents[2])
     try:
         pid = int(wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().strip()))
         worker.send_signal(signal.SIGKILL)

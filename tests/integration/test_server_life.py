@@ -73,6 +73,7 @@ class World:
                 "SELECT name, since, beat_at, lag_s FROM recovery_observer"
             )
         ]
+        nodes = self.database.rows("SELECT name, last_heard_at, observer FROM recovery_node")
         return {
             name: judge_silence(last_heard_at=heard_at, observer=observer, observers=observers, now=time.time()).contact
             for name, heard_at, observer in self.database.rows(

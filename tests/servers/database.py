@@ -38,7 +38,7 @@ class Sqlite:
         self._path = home / "everstep.sqlite3"
 
     def rows(self, query: str) -> list[tuple[Any, ...]]:
-        with contextlib.closing(sqlite3.connect(f"file:{self._path}?mode=ro", uri=True, timeout=30)) as connection:
+        with contextlib.closing(sqlite3.connect(self._path, timeout=30)) as connection:
             return connection.execute(query).fetchall()
 
     @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 CALM_AFTER_S = 110.0
 """From here on nothing new breaks: nodes come back, armed faults are disarmed."""
@@ -39,6 +39,14 @@ class JobShape:
     submitted_at: float
     reports_digests: bool = True
     saves_step_0: bool = True
+    setup_s: float = 1.0
+    """Its ranks take at most so long until they enter their loop."""
+    save_time_s: float = 0.0
+    evaluates_s: float = 0.0
+    """After each save, without a word between the ranks; 0: never."""
+    min_nodes: int | None = None
+    keeps_lease: bool = True
+    """Its runners speak a protocol in which they do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,13 +67,17 @@ class Schedule:
     """0: a fast network that loses nothing and a worker that is never slow; 1: neither."""
     operator_retries: bool = False
     """After the calm, an operator tries each escalated incident once more."""
+    operator_attests: bool = True
+    """After the calm, an operator switches off what an incident waits for, and says so."""
 
     def __str__(self) -> str:
         lines = [f"schedule {self.seed}:{self.index}, noise {self.noise:.2f}"]
         lines += [f"  node {n.name} rack={n.rack} slots={n.slots}" for n in self.nodes]
         lines += [
             f"  job {j.id}: {j.node_count} nodes x {j.ranks_per_node} ranks, {j.total_steps} steps of "
-            f"{j.step_time_s} s, saved every {j.save_every}, submitted at {j.submitted_at:.1f} s"
+            f"{j.step_time_s} s, saved every {j.save_every} in {j.save_time_s} s, evaluated in {j.evaluates_s} s, "
+            f"setup {j.setup_s} s, at least {j.min_nodes} nodes, lease {j.keeps_lease}, "
+            f"submitted at {j.submitted_at:.1f} s"
             for j in self.jobs
         ]
         lines += [f"  {event}" for event in self.events]
@@ -74,7 +86,7 @@ class Schedule:
         return "\n".join(lines)
 
 
-_STATES = ("detected", "stopping", "placing", "launching", "verifying", "recovered")
+_STATES = ("detected", "stopping", "placing", "launching", "verifying", "recovered", "waiting_for_fence")
 _SIGNALS = (9, 9, 9, 11, 6, 15)
 _CODES = (1, 7, 0)
 
@@ -122,6 +134,8 @@ class _Draft:
                 self._put(
                     "kill_rank", at=at, job=job.id, rank=rank, value=9, when=rng.choice(("launching", "verifying"))
                 )
+            case "restore_backup":
+                self._put(kind, at=rng.uniform(12.0, 60.0), seconds=rng.choice((2.0, 6.0, 12.0, 25.0)))
             case "lose_contact" | "restart_agent" | "reboot" | "stuck_stop" | "unhealthy" | "cordon" | "slow_prepare":
                 seconds = rng.choice((0.5, 2.0, 6.0, 14.0, 40.0))
                 self._put(kind, at=at, job=job.id, node=node, seconds=seconds, when=when)
@@ -148,6 +162,39 @@ class _Draft:
                 self._put("kill_rank", at=at, job=job.id, rank=rank, value=9)
             case "exit_last":
                 self._put(kind, at=0.0, job=job.id, rank=rank, value=rng.choice((0, 1, 9)))
+            case "freeze" | "isolate" | "kill_agent" | "power_off" | "half_open":
+                seconds = rng.choice((2.0, 8.0, 11.0, 14.0, 20.0, 35.0, 60.0, 200.0))
+                self._put(kind, at=at, job=job.id, node=node, seconds=seconds, when=when)
+            case "cut_while_training":
+                # The agent alone is cut, for longer than a node may be silent: the job must not notice.
+                self._put("lose_contact", at=at, job=job.id, node=node, seconds=rng.choice((12.0, 25.0, 60.0)))
+            case "cut_and_stop":
+                # A job whose nodes cannot be seen is wanted gone: nothing says that it is.
+                self._put("lose_contact", at=at, job=job.id, node=node, seconds=90.0)
+                self._put("stop_job", at=at + rng.uniform(0.0, 15.0), job=job.id)
+            case "freeze_twice":
+                # What thaws is frozen again, and its agent is cut meanwhile.
+                self._put("freeze", at=at, job=job.id, node=node, seconds=rng.uniform(4.0, 14.0))
+                self._put("freeze", at=at + 15.0, job=job.id, node=node, seconds=rng.uniform(4.0, 40.0))
+                self._put("lose_contact", at=at + 1.0, job=job.id, node=node, seconds=60.0)
+            case "lose_two":
+                for _ in range(2):
+                    other = rng.choice(self.nodes).name
+                    kind = rng.choice(("freeze", "isolate", "kill_agent", "power_off", "lose_contact"))
+                    self._put(kind, at=at + rng.uniform(0.0, 6.0), job=job.id, node=other, seconds=60.0)
+            case "cut_many":
+                share = rng.choice((1.0, 1.0, 0.5))
+                for other in self.nodes:
+                    if rng.random() < share:
+                        seconds = rng.uniform(11.0, 40.0)
+                        self._put("lose_contact", at=at + rng.uniform(0.0, 3.0), node=other.name, seconds=seconds)
+            case "web_restarts" | "web_stalls" | "database_away":
+                seconds = rng.choice((0.5, 2.0, 4.0, 8.0, 20.0, 45.0))
+                self._put(kind, at=at, job=job.id, seconds=seconds, when=when)
+            case "rearm":
+                self._put(kind, at=rng.uniform(20.0, 100.0))
+            case "attest" | "attest_falsely" | "provider":
+                self._put(kind, at=at, job=job.id, node=node, when=rng.choice(("waiting_for_fence", "stopping")))
             case "mismatch":
                 self._put(kind, at=at, job=job.id, node=node, when=when)
 
@@ -162,6 +209,9 @@ _KINDS = {
     "refuse_policy": 1, "busy_port": 4, "silent_runner": 2, "runner_dies": 3, "worker_dies_before_save": 4,
     "worker_dies_after_save": 4, "repeat_advance": 4, "command": 8, "stop_job": 3, "crash_at_step": 3,
     "break_continuity": 4, "exit_last": 2, "mismatch": 1,
+    "freeze": 8, "isolate": 6, "kill_agent": 5, "power_off": 5, "half_open": 2, "cut_while_training": 8,
+    "cut_and_stop": 3, "freeze_twice": 4, "lose_two": 4, "cut_many": 3, "web_restarts": 3, "web_stalls": 3,
+    "database_away": 3, "rearm": 3, "attest": 3, "attest_falsely": 2, "provider": 3,
 }  # fmt: skip
 
 
@@ -179,8 +229,15 @@ def make_schedule(seed: int, index: int) -> Schedule:
             submitted_at=rng.uniform(0.0, 5.0),
             reports_digests=rng.random() < 0.9,
             saves_step_0=rng.random() < 0.8,
+            setup_s=rng.choice((1.0, 1.0, 1.0, 14.0)),
+            save_time_s=rng.choice((0.0, 0.5, 2.0)),
+            evaluates_s=rng.choice((0.0, 0.0, 0.0, 3.0, 9.0)),
+            keeps_lease=rng.random() < 0.9,
         )
         for name in ("a", "b")
+    )
+    jobs = tuple(
+        replace(job, min_nodes=rng.randrange(1, job.node_count + 1)) if rng.random() < 0.3 else job for job in jobs
     )
     needed = sum(job.node_count for job in jobs)
     spares = rng.choice((0, 1, 1, 1, 2))
@@ -198,4 +255,5 @@ def make_schedule(seed: int, index: int) -> Schedule:
         events=tuple(sorted(draft.events, key=lambda event: event.at)),
         noise=rng.choice((0.0, 0.2, 0.5, 1.0)),
         operator_retries=rng.random() < 0.5,
+        operator_attests=rng.random() < 0.8,
     )

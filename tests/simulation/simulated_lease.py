@@ -1,4 +1,4 @@
-"""The lease of one generation's ranks on one node, as its runner keeps it: the real judgement on the node's own clock."""
+"""The lease of one generation's ranks on one node, as its runner keeps it: judged for real, on the node's own clock."""
 
 from __future__ import annotations
 

@@ -208,6 +208,8 @@ class SimulatedServer:
     probes: dict[str, ProbeView] = field(default_factory=dict)
     probed_at: dict[str, float] = field(default_factory=dict)
     database_up: bool = True
+    epoch: int = 0
+    """Counts restored backups: what was decided before one is not saved after it."""
     looked_at: float = 0.0
     worker_deaths: dict[str, list[int]] = field(default_factory=dict)
     """Per job: how many of the next steps lose their worker before the save, and after it."""
@@ -356,7 +358,7 @@ class SimulatedServer:
                 return
             save, late = decided
             if late or (self.noise and self.rng.random() < 0.15 * self.noise):
-                self.time.after(self.rng.uniform(0.05, 2.0), partial(self._save_late, job_id, save))
+                self.time.after(self.rng.uniform(0.05, 2.0), partial(self._save_late, job_id, save, self.epoch))
                 return
             try:
                 if not save():
@@ -364,8 +366,8 @@ class SimulatedServer:
             except Conflict:
                 continue
 
-    def _save_late(self, job_id: str, save: Callable[[], bool]) -> None:
-        if not self.database_up:
+    def _save_late(self, job_id: str, save: Callable[[], bool], epoch: int) -> None:
+        if not self.database_up or epoch != self.epoch:
             return
         try:
             more = save()

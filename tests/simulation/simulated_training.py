@@ -262,7 +262,8 @@ class SimulatedTraining:
 
     def _may_all_act(self) -> bool:
         """Each node's ranks look at their lease; those whose lease has run out end themselves."""
-        return all([self._may_act(node) for node in self.plan.nodes]) and not self.died
+        looks = {node: self._may_act(node) for node in self.plan.nodes}
+        return all(looks.values()) and not self.died
 
     def _may_act(self, node: str) -> bool:
         if self.around.may_act(self.key, node):

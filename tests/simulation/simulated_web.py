@@ -1,4 +1,4 @@
-"""The web process of the simulation: it hears agents, writes down whom it heard, and grants leases as the real one does."""
+"""The web process of the simulation: it hears agents, writes down whom it heard, and grants leases."""
 
 from __future__ import annotations
 

@@ -1,30 +1,36 @@
-"""One schedule, run: server, agents and training under virtual time, with the invariants checked after every event."""
+"""One schedule, run: server, web, agents, machines and training under virtual time, judged after every event."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 from schedules import CALM_AFTER_S, Event, JobShape, Schedule
-from simulated_agent import Fact, Key, SimulatedAgent
-from simulated_server import SWEEP_S, GenerationRow, JobRow, NodeRow, SimulatedServer
-from simulated_training import Crash, SimulatedTraining
+from simulated_agent import Fact, Order, SimulatedAgent
+from simulated_ingest import SimulatedIngest
+from simulated_machines import JobFaults, Machine, SimulatedMachines
+from simulated_server import SWEEP_S, JobRow, NodeRow, SimulatedServer
+from simulated_training import Crash
+from simulated_web import BEAT_S, Caller, SimulatedWeb
+from truth import Truth
 from virtual_time import VirtualTime
 
-from recovery.domain.continuity import ResumeRecord, StepRecord
+from agents.protocol.messages import ProofKind
 from recovery.domain.incident import IncidentState
 from recovery.domain.instructions import JobState
-from recovery.domain.invariants import LivingRank, Violation, violations_among_living
-from recovery.domain.plan import CheckpointRef, RecoveryPlan
+from recovery.domain.invariants import Violation
+from recovery.domain.plan import RecoveryPlan
 from recovery.domain.situation import Command
 
 BOUND_S = CALM_AFTER_S + 1500.0
 """By then every job has ended and every incident has ended or is with a human."""
 
 REPUSH_S = 1.0
+HEARTBEAT_LOSS = 0.01
+RECONNECTS_WITHIN_S = 5.0
 
 NODE_FAULTS = frozenset({"prepare_fails", "refuse_policy", "busy_port", "silent_runner", "mismatch", "slow_prepare"})
 
@@ -38,6 +44,9 @@ class Result:
     ends: Counter[str]
     moves: Counter[str]
     """How often incidents went from one state to another."""
+    fences: Counter[str]
+    """Kinds of proof that orders to run stood on."""
+    breakers: int
     elapsed_s: float
 
 
@@ -50,6 +59,15 @@ class SimulatedWorld:
         self.faults = 0
         self.armed: list[Event] = []
         self.calm = False
+        self.plant = plant
+        self.web = SimulatedWeb(time=self.time, callers=self._callers, record=self._record, grant=self._grant)
+        self.machines = SimulatedMachines(
+            time=self.time,
+            rng=self.rng,
+            report=self.violations.append,
+            newest_run=lambda job: self.truth.newest_run.get(job, 0),
+            shape_of=lambda job: self.server.jobs[job].shape,
+        )
         self.server = SimulatedServer(
             time=self.time,
             rng=self.rng,
@@ -58,36 +76,41 @@ class SimulatedWorld:
             report=self.violations.append,
             announce=self._entered,
             push=self._push,
+            judge_truth=lambda *found: self.truth.judge(*found),
+            probe=self._probe,
+            observers=self.web.rows,
         )
+        self.ingest = SimulatedIngest(server=self.server, time=self.time)
+        self.truth = Truth(time=self.time, machines=self.machines, server=self.server, report=self.violations.append)
         self.agents: dict[str, SimulatedAgent] = {}
-        self.trainings: dict[Key, SimulatedTraining] = {}
-        self.starting: Counter[tuple[str, Key]] = Counter()
-        self.killed: set[tuple[str, Key]] = set()
-        self.complete: dict[str, set[CheckpointRef]] = {}
-        self.crashes: dict[str, list[Crash]] = {}
-        self.breaks: dict[str, list[str]] = {}
-        self.exit_last: dict[str, dict[int, int]] = {}
         self.retried: set[str] = set()
         self.repushing: set[str] = set()
+        self.resending: set[str] = set()
         self._set_up()
 
     def _set_up(self) -> None:
         for shape in self.schedule.nodes:
             self.server.nodes[shape.name] = NodeRow(shape=shape)
+            self.machines.nodes[shape.name] = Machine(name=shape.name, drift=self.rng.uniform(-0.01, 0.01))
             agent = SimulatedAgent(
-                name=shape.name, time=self.time, rng=self.rng, noise=self.schedule.noise, machine=self
+                name=shape.name,
+                slots=shape.slots,
+                time=self.time,
+                rng=self.rng,
+                noise=self.schedule.noise,
+                node=self,
+                forgetful=self.plant == "old-plan-accepted",
             )
-            self.agents[shape.name] = agent
+            self.agents[shape.name] = self.machines.agents[shape.name] = agent
             self.time.after(0.1, agent.connect)
         for job in self.schedule.jobs:
-            self.complete[job.id] = set()
-            self.crashes[job.id] = []
-            self.breaks[job.id] = []
-            self.exit_last[job.id] = {}
+            self.machines.jobs[job.id] = JobFaults()
             self.server.worker_deaths[job.id] = [0, 0]
             self.time.after(0.5 + job.submitted_at, lambda job=job: self._submit(job))  # type: ignore[misc]
         for event in self.schedule.events:
             self.time.after(event.at, lambda event=event: self._due(event))  # type: ignore[misc]
+        self.web.start()
+        self.time.after(0.5, self._beat)
         self.time.after(SWEEP_S, self._sweep)
         self.time.after(CALM_AFTER_S, self._calm_down)
 
@@ -116,6 +139,13 @@ class SimulatedWorld:
                 for row in job.incidents
                 for before, after in pairwise(row.states)
             ),
+            fences=Counter(
+                proof.kind.value
+                for job in self.server.jobs.values()
+                for row in job.generations.values()
+                for proof in row.plan.fences
+            ),
+            breakers=len(self.server.breakers),
             elapsed_s=self.time.elapsed_s,
         )
 
@@ -126,28 +156,69 @@ class SimulatedWorld:
         self.server.advance(shape.id)
 
     def _sweep(self) -> None:
-        for job in list(self.server.jobs.values()):
-            self.server.advance(job.id)
+        self.server.sweep()
+        self.truth.look()
+        if self.calm:
+            self._attend()
         self.time.after(SWEEP_S, self._sweep)
+
+    def _attend(self) -> None:
+        """After the calm an operator sees to what asks for one: the breaker, and nodes that a fence is missing of."""
+        self.server.rearm()
+        if not self.schedule.operator_attests:
+            return
+        for job in self._jobs():
+            row = job.open_incident
+            if row is None or row.incident.state is not IncidentState.WAITING_FOR_FENCE:
+                continue
+            if self.time.now - row.incident.state_since > 30.0:
+                for node in self._unproven(job):
+                    self._switch_off_and_say_so(node, ProofKind.ATTESTATION)
+
+    @staticmethod
+    def _unproven(job: JobRow) -> list[str]:
+        return [
+            name
+            for row in job.generations.values()
+            if row.run_ordered
+            for name, share in row.shares.items()
+            if share.proof is None
+        ]
+
+    def _switch_off_and_say_so(self, node: str, kind: ProofKind) -> None:
+        self._power_off(node, seconds=20.0)
+        self.server.fence_node(node, kind=kind)
 
     def _calm_down(self) -> None:
         """Faults cease: what was broken works again, so that from here on everything must come to an end."""
         self.calm = True
         self.armed.clear()
-        for agent in self.agents.values():
+        self.web.database_up = self.server.database_up = True
+        for name, machine in self.machines.nodes.items():
+            agent = self.agents[name]
             agent.armed.clear()
             agent.stuck = False
             agent.noise = 0.0
             agent.out_of_contact = 0
+            if machine.frozen:
+                machine.frozen = 1
+                self._thaw(name)
+            while machine.cut_off:
+                self.machines.join_again(name)
+            self._power_on(name)
             agent.start_again()
             agent.connect()
+            if self.server.nodes[name].quarantined_boot:
+                self._power_off(name, seconds=5.0)
         for node in self.server.nodes.values():
             node.healthy, node.cordoned = True, False
         for deaths in self.server.worker_deaths.values():
             deaths[:] = [0, 0]
         self.server.noise = 0.0
-        for pending in self.breaks.values():
-            pending.clear()
+        for faults in self.machines.jobs.values():
+            faults.breaks.clear()
+        if not self.web.up:
+            self._web_returns()
 
     def _settled(self) -> bool:
         if len(self.server.jobs) < len(self.schedule.jobs):
@@ -156,6 +227,9 @@ class SimulatedWorld:
 
     def _job_settled(self, job: JobRow) -> bool:
         row = job.open_incident
+        if row is not None and row.incident.state is IncidentState.WAITING_FOR_FENCE:
+            # With nobody to attest, it stays so, and is told each hour anew.
+            return not self.schedule.operator_attests and row.pages > 0
         if row is not None and row.incident.state is IncidentState.ESCALATED:
             if not self.schedule.operator_retries or job.id in self.retried:
                 return True
@@ -170,14 +244,15 @@ class SimulatedWorld:
         """Whether other jobs hold so many nodes, for a human to look at, that this one has to queue."""
         others_settled = all(other is job or other.ended or self._waits_for_human(other) for other in self._jobs())
         free = [node for node in self.server.nodes.values() if node.claimed_by in (None, job.id)]
-        return others_settled and len(free) < job.shape.node_count
+        return others_settled and len(free) < (job.shape.min_nodes or job.shape.node_count)
 
     def _jobs(self) -> list[JobRow]:
         return list(self.server.jobs.values())
 
     @staticmethod
     def _waits_for_human(job: JobRow) -> bool:
-        return job.open_incident is not None and job.open_incident.incident.state is IncidentState.ESCALATED
+        row = job.open_incident
+        return row is not None and row.incident.state in (IncidentState.ESCALATED, IncidentState.WAITING_FOR_FENCE)
 
     def _end_of(self, job: JobRow) -> str:
         row = job.open_incident
@@ -197,7 +272,8 @@ class SimulatedWorld:
     @staticmethod
     def _generations_of(job: JobRow) -> str:
         return "; ".join(
-            f"{number} {row.wanted.value} " + ",".join(f"{s.node}={s.seen}" for s in row.shares.values())
+            f"{number} {row.wanted.value} "
+            + ",".join(f"{s.node}={s.seen} {s.proof.kind if s.proof else None}" for s in row.shares.values())
             for number, row in job.generations.items()
         )
 
@@ -231,11 +307,12 @@ class SimulatedWorld:
             case "exit_rank":
                 self._end_rank(event, exit_code=event.value)
             case "crash_at_step":
-                self.crashes[event.job].append(Crash(rank=event.rank, step=event.value, times=int(event.seconds)))
+                crash = Crash(rank=event.rank, step=event.value, times=int(event.seconds))
+                self.machines.jobs[event.job].crashes.append(crash)
             case "break_continuity":
-                self.breaks[event.job] += [event.text] * event.value
+                self.machines.jobs[event.job].breaks += [event.text] * event.value
             case "exit_last":
-                self.exit_last[event.job][event.rank] = event.value
+                self.machines.jobs[event.job].exit_last[event.rank] = event.value
             case "worker_dies_before_save":
                 self.server.worker_deaths[event.job][0] += event.value
             case "worker_dies_after_save":
@@ -243,10 +320,22 @@ class SimulatedWorld:
             case "repeat_advance" if event.job in self.server.jobs:
                 for _ in range(event.value):
                     self.server.advance(event.job)
-            case "command" if event.job in self.server.jobs:
+            case "command" if event.job in self.server.jobs and self._serves:
                 self.server.command(event.job, Command(event.text))
-            case "stop_job" if event.job in self.server.jobs:
+            case "stop_job" if event.job in self.server.jobs and self._serves:
                 self.server.stop_job(event.job)
+            case "web_restarts":
+                self._web_goes()
+                self.time.after(event.seconds, self._web_returns)
+            case "web_stalls":
+                self.web.stall(event.seconds)
+            case "database_away":
+                self.web.database_up = self.server.database_up = False
+                self.time.after(event.seconds, self._database_returns)
+            case "rearm":
+                self.server.rearm()
+            case "restore_backup" if self._serves:
+                self._restore_backup(event.seconds)
             case "unhealthy":
                 self._for_a_while(event, "healthy", False)
             case "cordon":
@@ -259,31 +348,93 @@ class SimulatedWorld:
         setattr(node, field, value)
         self.time.after(event.seconds, lambda: setattr(node, field, not value))
 
+    @property
+    def _serves(self) -> bool:
+        return self.web.up and self.server.database_up
+
     def _break_node(self, event: Event, agent: SimulatedAgent) -> None:
+        name = agent.name
         match event.kind:
             case "lose_contact":
                 agent.out_of_contact += 1
                 agent.disconnect()
                 self.time.after(event.seconds, lambda: self._regain(agent))
+            case "half_open":
+                # The connection is gone, and the server has not noticed.
+                agent.out_of_contact += 1
+                agent.disconnect(noticed=False)
+                self.time.after(event.seconds, lambda: self._regain(agent))
+            case "isolate":
+                agent.out_of_contact += 1
+                agent.disconnect(noticed=False)
+                self.machines.cut_off(name)
+                self.time.after(event.seconds, lambda: self._join_again(agent))
+            case "freeze":
+                self.machines.freeze(name)
+                self.time.after(event.seconds, lambda: self._thaw(name))
             case "restart_agent":
                 agent.die()
-                self.time.after(event.seconds, agent.start_again)
-            case "reboot":
+                self.time.after(event.seconds, lambda: self._start_agent(name))
+            case "kill_agent":
                 agent.die()
-                for key in list(self.trainings):
-                    self._vanish(agent.name, key)
-                self.time.after(event.seconds, agent.start_again)
+                self.machines.vanish(name, quietly=False)
+                self.time.after(event.seconds, lambda: self._start_agent(name))
+            case "power_off" | "reboot":
+                self._power_off(name, seconds=event.seconds)
+            case "attest" | "provider":
+                # Somebody switches the node off and says so; nobody does while it is in contact.
+                if not agent.can_be_heard and self.server.database_up:
+                    kind = ProofKind.PROVIDER if event.kind == "provider" else ProofKind.ATTESTATION
+                    self._switch_off_and_say_so(name, kind)
+            case "attest_falsely":
+                if not agent.can_be_heard and self.server.database_up:
+                    self.machines.nodes[name].lied_about = self.machines.nodes[name].powered
+                    self.server.fence_node(name, kind=ProofKind.ATTESTATION)
             case "stuck_stop":
                 agent.stuck = True
                 self.time.after(event.seconds, lambda: setattr(agent, "stuck", False))
             case "runner_dies":
-                for key in list(self.trainings):
-                    self._vanish(agent.name, key)
-                    self.time.after(0.2, lambda key=key: agent.runner_ended(key) if key in agent.ran else None)  # type: ignore[misc]
+                for key in list(self.machines.trainings):
+                    self.machines.vanish_run(name, key)
+                    self.time.after(0.2, lambda key=key: agent.runner_ended(key))  # type: ignore[misc]
             case "busy_port":
                 agent.armed[self.rng.choice(("busy_port", "busy_port_while_preparing"))] += event.value
             case kind if kind in NODE_FAULTS:
                 agent.armed[kind] += event.value or 1
+
+    def _power_off(self, name: str, *, seconds: float) -> None:
+        """The node is gone at once, and boots again later."""
+        machine = self.machines.nodes[name]
+        if machine.powered:
+            machine.powered = False
+            machine.frozen = 0
+            self.agents[name].disconnect(noticed=self.rng.random() < 0.3)
+            self.agents[name].die()
+            self.machines.vanish(name)
+        self.time.after(seconds, lambda: self._power_on(name))
+
+    def _power_on(self, name: str) -> None:
+        machine = self.machines.nodes[name]
+        if not machine.powered:
+            machine.powered = True
+            machine.boots += 1
+            machine.contact_at = 0.0
+            self.agents[name].start_again()
+
+    def _start_agent(self, name: str) -> None:
+        if self.machines.nodes[name].powered:
+            self.agents[name].start_again()
+
+    def _thaw(self, name: str) -> None:
+        if self.machines.nodes[name].frozen:
+            self.machines.thaw(name)
+            if not self.machines.nodes[name].frozen:
+                self.agents[name].thawed()
+                self._connect_later(self.agents[name])
+
+    def _join_again(self, agent: SimulatedAgent) -> None:
+        self.machines.join_again(agent.name)
+        self._regain(agent)
 
     @staticmethod
     def _regain(agent: SimulatedAgent) -> None:
@@ -291,106 +442,94 @@ class SimulatedWorld:
         agent.connect()
 
     def _end_rank(self, event: Event, *, exit_code: int | None = None, signal: int | None = None) -> None:
-        keys = [key for key, training in self.trainings.items() if key[0] == event.job and training.alive]
+        trainings = self.machines.trainings
+        keys = [key for key, training in trainings.items() if key[0] == event.job and training.alive]
         if keys:
-            training = self.trainings[max(keys)]
-            training.end_rank(event.rank, exit_code=exit_code, signal=signal, detail="" if signal else "Error: planted")
+            detail = "" if signal else "Error: planted"
+            trainings[max(keys)].end_rank(event.rank, exit_code=exit_code, signal=signal, detail=detail)
 
-    # --- The machines ---
+    # --- Web, database, backup ---
+
+    def _beat(self) -> None:
+        self.web.beat()
+        self.time.after(BEAT_S, self._beat)
+
+    def _callers(self) -> Iterator[Caller]:
+        """Agents whose newest heartbeat has just come; one of a hundred is lost."""
+        for name, agent in self.agents.items():
+            if not agent.can_be_heard:
+                continue
+            lost = self.schedule.noise and not self.calm and self.rng.random() < HEARTBEAT_LOSS
+            yield Caller(node=name, sent_at=max(agent.since, self.time.now - (1.5 if lost else 0.3)))
+
+    def _record(self, node: str, heard_at: float, observer: str) -> None:
+        row = self.server.nodes[node]
+        row.last_heard_at, row.observer = max(heard_at, row.last_heard_at or 0.0), observer
+
+    def _grant(self, node: str, sent_at: float) -> None:
+        self.machines.grant(node, sent_at)
+
+    def _web_goes(self) -> None:
+        self.web.stop()
+        for agent in self.agents.values():
+            agent.disconnect(noticed=False)
+
+    def _web_returns(self) -> None:
+        if not self.web.up:
+            self.web.start()
+            for agent in self.agents.values():
+                self._connect_later(agent)
+
+    def _connect_later(self, agent: SimulatedAgent) -> None:
+        self.time.after(self.rng.uniform(0.1, RECONNECTS_WITHIN_S), agent.connect)
+
+    def _database_returns(self) -> None:
+        self.web.database_up = self.server.database_up = True
+        for name, agent in self.agents.items():
+            if agent.connected:
+                agent.send_again(self.server.nodes[name].acknowledged)
+            else:
+                self._connect_later(agent)
+
+    # --- The node as its agent meets it ---
 
     def start_ranks(self, node: str, plan: RecoveryPlan) -> None:
-        key = (plan.job, plan.generation)
-        self.starting[node, key] += 1
-        self.time.after(self.rng.uniform(0.05, 0.8), lambda: self._started(node, plan))
+        self.machines.start_ranks(node, plan)
 
-    def _started(self, node: str, plan: RecoveryPlan) -> None:
-        key = (plan.job, plan.generation)
-        self.starting[node, key] -= 1
-        if (node, key) in self.killed:
-            return
-        training = self.trainings.get(key) or self._new_training(key, plan)
-        first = plan.nodes.index(node) * plan.ranks_per_node
-        for rank in range(first, first + plan.ranks_per_node):
-            training.start_rank(rank)
-        self._check_living()
+    def kill_ranks(self, node: str, key: tuple[str, int]) -> None:
+        self.machines.kill_ranks(node, key)
 
-    def _new_training(self, key: Key, plan: RecoveryPlan) -> SimulatedTraining:
-        job = key[0]
-        breaks = self.breaks[job]
-        training = SimulatedTraining(
-            plan=plan,
-            shape=self.server.jobs[job].shape,
-            time=self.time,
-            rng=self.rng,
-            tell=lambda rank, fact: self._tell(key, rank, fact),
-            gone=lambda rank: self._gone(key, rank),
-            saved=self.complete[job].add,
-            crashes=self.crashes[job],
-            broken_part=breaks.pop(0) if breaks and plan.parent is not None else "",
-            exit_last=self.exit_last[job],
-        )
-        if plan.parent is not None and plan.parent not in self.complete[job]:
-            self.violations.append(
-                Violation(
-                    rule="parent-is-complete", sentence=f"Generation {key} resumes from {plan.parent}, not on disk."
-                )
-            )
-        self.trainings[key] = training
-        return training
+    def has_ranks(self, node: str, key: tuple[str, int]) -> bool:
+        return self.machines.has_ranks(node, key)
 
-    def _tell(self, key: Key, rank: int, fact: tuple[object, ...]) -> None:
-        node = self.trainings[key].plan.node_of(rank)
-        self.agents[node].tell((fact[0], *key, *fact[1:], self.time.now))
+    def is_frozen(self, node: str) -> bool:
+        return self.machines.is_frozen(node)
 
-    def _gone(self, key: Key, rank: int) -> None:
-        node = self.trainings[key].plan.node_of(rank)
-        agent = self.agents[node]
-        if not self.has_ranks(node, key):
-            self.time.after(0.1, lambda: agent.runner_ended(key))
+    def boot_id(self, node: str) -> str:
+        return self.machines.nodes[node].boot_id
 
-    def kill_ranks(self, node: str, key: Key) -> None:
-        self.killed.add((node, key))
-        training = self.trainings.get(key)
-        for rank in self._ranks_on(node, key):
-            if training is not None:
-                training.end_rank(rank, signal=9)
-
-    def _vanish(self, node: str, key: Key) -> None:
-        if self.starting[node, key]:
-            self.killed.add((node, key))
-        for rank in self._ranks_on(node, key):
-            self.trainings[key].vanish(rank)
-
-    def _ranks_on(self, node: str, key: Key) -> list[int]:
-        training = self.trainings.get(key)
-        return [] if training is None else [r for r in sorted(training.alive) if training.plan.node_of(r) == node]
-
-    def has_ranks(self, node: str, key: Key) -> bool:
-        pending = self.starting[node, key] > 0 and (node, key) not in self.killed
-        return pending or bool(self._ranks_on(node, key))
-
-    def _check_living(self) -> None:
-        living = [
-            LivingRank(job=key[0], generation=key[1], node=training.plan.node_of(rank), rank=rank)
-            for key, training in self.trainings.items()
-            for rank in training.alive
-        ]
-        self.violations.extend(violations_among_living(living))
+    def keeps_lease(self, plan: RecoveryPlan) -> bool:
+        return plan.lease is not None and self.server.jobs[plan.job].shape.keeps_lease
 
     # --- Between agents and server ---
 
-    def acknowledged(self, node: str) -> int:
-        return self.server.nodes[node].acknowledged
+    def hello(self, node: str) -> int | None:
+        """Begin a session, if somebody listens and can store it; else the agent tries again a little later."""
+        if not (self.web.listens and self.server.database_up):
+            self._connect_later(self.agents[node])
+            return None
+        acknowledged = self.ingest.begin_session(node, boot_id=self.boot_id(node), observer=self.web.name)
+        self.time.after(0.0, lambda: self._push(node))
+        return acknowledged
 
-    def set_connected(self, node: str, connected: bool) -> None:
-        self.server.nodes[node].connected = connected
-        if connected:
-            self._push(node)
+    def closed(self, node: str, *, noticed: bool) -> None:
+        if noticed and self.server.database_up:
+            self.server.nodes[node].session = False
 
     def _push(self, node: str) -> None:
         """Send a node its orders as they are now; they may be late, twice or lost, and are sent again while it lags."""
         agent, noise = self.agents[node], self.schedule.noise if not self.calm else 0.0
-        if not agent.connected:
+        if not agent.connected or not (self.web.listens and self.server.database_up):
             return
         # Copies are taken when they are sent, so that a late one tells what was wanted then.
         order = self.server.order_for(node)
@@ -398,80 +537,56 @@ class SimulatedWorld:
             self._send_order(agent, order, 0.005 + (self.rng.expovariate(3.0) * noise if noise else 0.0))
         if noise and self.rng.random() < 0.1 * noise:
             self._send_order(agent, order, self.rng.uniform(0.5, 15.0))
+        self._push_again(node)
+
+    def _push_again(self, node: str) -> None:
         if node not in self.repushing:
             self.repushing.add(node)
             self.time.after(REPUSH_S, lambda: self._repush(node))
 
-    def _send_order(self, agent: SimulatedAgent, order: tuple[int, tuple[object, ...]], delay_s: float) -> None:
-        self.time.after(delay_s, lambda: agent.receive(*order))  # type: ignore[arg-type]
+    def _send_order(self, agent: SimulatedAgent, order: Order, delay_s: float) -> None:
+        self.time.after(delay_s, lambda: agent.receive(order))
 
     def _repush(self, node: str) -> None:
         self.repushing.discard(node)
         agent = self.agents[node]
-        if agent.connected and agent.revision < self.server.nodes[node].revision:
+        if not agent.connected or agent.revision >= self.server.nodes[node].revision:
+            return
+        if self.web.listens and self.server.database_up:
             self._push(node)
+        else:
+            self._push_again(node)
 
     def deliver(self, node: str, seq: int, fact: Fact) -> None:
-        """A durable message has arrived: taken if it is the next one, else a repeat or one too early."""
+        """A durable message has arrived: taken if it is new, else a repeat; without a database it comes again later."""
         row = self.server.nodes[node]
-        if seq != row.acknowledged + 1:
+        if not (self.web.listens and self.server.database_up):
+            if node not in self.resending:
+                self.resending.add(node)
+                self.time.after(1.0, lambda: self._come_again(node))
+            return
+        if seq != max(row.acknowledged, self.agents[node].dropped) + 1:
             return
         row.acknowledged = seq
-        kind, job, number, *rest = fact
-        generation = self.server.generation_of(node, job, number)
-        if generation is None:
-            return
-        if kind == "share":
-            phase, reason, port, fingerprint, proof = rest
-            self.server.store_report(
-                node, job, generation, phase=phase, reason=reason, port=port, fingerprint=fingerprint, proof=proof
-            )
-        else:
-            self._store_rank_fact(job, generation, kind, rest)
-        row_of_job = self.server.jobs[job]
-        if kind not in ("step", "saved"):
-            self.server.check(row_of_job)
-        elif row_of_job.state is JobState.RUNNING:
-            return
+        self.agents[node].acknowledged(seq)
+        job = self.ingest.store(node, fact)
         noise = self.server.noise
-        if not noise or self.rng.random() > 0.2 * noise:
+        if job is not None and (not noise or self.rng.random() > 0.2 * noise):
             self.time.after(0.01 + self.rng.random() * noise, lambda: self.server.advance(job))
 
-    def _store_rank_fact(self, job: str, row: GenerationRow, kind: str, rest: list[Any]) -> None:
-        at = rest[-1]
-        number = row.plan.generation
-        if kind == "saved":
-            self.server.jobs[job].checkpoints.append(CheckpointRef(generation=number, step=rest[0]))
-            return
-        rank = rest[0]
-        view = self.server.rank_row(row, rank)
-        match kind:
-            case "started":
-                view = replace(view, pid=1000 + rank)
-            case "resumed":
-                _, step, saved, live, _ = rest
-                view = replace(view, resumed_step=step, resumed_at=at, saved_digest=saved, live_digest=live)
-                row.resumes[rank] = ResumeRecord(
-                    rank=rank, step=step, saved_digest=saved, live_digest=live, deterministic=True
-                )
-            case "step":
-                _, step, loss, learning_rate, first_sample, _ = rest
-                row.steps[rank, step] = StepRecord(
-                    generation=number,
-                    rank=rank,
-                    step=step,
-                    at=at,
-                    loss=loss,
-                    learning_rate=learning_rate,
-                    span_start=first_sample,
-                    span_stop=first_sample + 8,
-                )
-                view = replace(view, first_step_at=view.first_step_at or at, last_step=max(view.last_step or 0, step))
-            case "finished":
-                view = replace(view, finished_step=rest[1])
-            case "exited":
-                _, code, signal, detail, _ = rest
-                if view.exited:
-                    return
-                view = replace(view, exited_at=at, exit_code=code, signal=signal, detail=detail)
-        self.server.store_rank(job, row, view)
+    def _come_again(self, node: str) -> None:
+        self.resending.discard(node)
+        agent = self.agents[node]
+        if agent.connected:
+            agent.send_again(self.server.nodes[node].acknowledged)
+
+    def _probe(self, looker: str, node: str, answer: Callable[[bool], None]) -> None:
+        """The looker's agent knocks at the node's kernel; what a frozen process does is nothing to a kernel."""
+        machine = self.machines.nodes[node]
+        reachable = machine.powered and not machine.cut_off
+
+        def done() -> None:
+            if self.agents[looker].can_be_heard and self.server.database_up:
+                answer(reachable)
+
+        self.time.after(0.2 if reachable else 4.0, done)

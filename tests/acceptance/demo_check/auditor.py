@@ -20,6 +20,8 @@ SILENCE_TOLERANCE_S = 2.5
 """Of a node that fell silent the server knows its last heartbeat: they come each second, and are kept each second."""
 LEAST_SAVE_INTERVAL = 20
 LEAST_STEPS_AFTER_SAVE = 5
+UNHEARD_S = 2.0
+"""What a node did in its last moments it may not have told any more."""
 GONE_AFTER_THAW_S = 5.0
 """A rank that was frozen has this long to disappear once it goes on."""
 
@@ -114,6 +116,8 @@ class Audit:
     generation: int
     killed_rank: int
     reached_step: int
+    heard_step: int
+    """The highest step that somebody must have heard of, whatever the broken node could not tell any more."""
     parent_step: int
     steps_lost: int
     steps_compared: int
@@ -230,6 +234,7 @@ def audit(
         generation=max(generation for generation, _ in stories),
         killed_rank=killed.rank,
         reached_step=reached,
+        heard_step=_heard_step(before, killed, fault_at),
         parent_step=parent,
         steps_lost=reached - parent,
         steps_compared=compared,
@@ -247,10 +252,18 @@ def audit(
 def disagreements(found: Audit, receipt: Mapping[str, Any], *, of_silence: bool = False) -> list[str]:
     """Where the receipt says something else than the logs: a sentence each.
 
-    `of_silence`: nobody told of the fault, so that its moment is known by heartbeats only, and the stop is proven by
-    time (`_fence_faults` looks at that).
+    `of_silence`: nobody told of the fault, so that its moment is known by heartbeats only, the stop is proven by time
+    (`_fence_faults` looks at that), and of the last steps on the broken node nobody heard.
     """
     verdict = receipt["verdict"]
+    unheard = found.reached_step - (receipt["reached_step"] or 0)
+    if of_silence and 0 < unheard <= found.reached_step - found.heard_step:
+        found = replace(
+            found,
+            reached_step=found.reached_step - unheard,
+            steps_lost=found.steps_lost - unheard,
+            steps_compared=min(found.steps_compared, found.steps_lost - unheard),
+        )
     claimed = {
         "continuity": verdict["kind"],
         "steps_lost": verdict["steps_lost"],
@@ -276,6 +289,18 @@ def disagreements(found: Audit, receipt: Mapping[str, Any], *, of_silence: bool 
 
 def _of_generation(stories: Stories, generation: int) -> list[RankStory]:
     return [story for (number, _), story in sorted(stories.items()) if number == generation]
+
+
+def _heard_step(before: Sequence[RankStory], killed: RankStory, fault_at: float) -> int:
+    return max(
+        (
+            step.step
+            for story in before
+            for step in story.steps.values()
+            if story.node != killed.node or step.at < fault_at - UNHEARD_S
+        ),
+        default=0,
+    )
 
 
 def _end_of(story: RankStory, exits: Mapping[int, float], thaws: Mapping[int, float]) -> float:

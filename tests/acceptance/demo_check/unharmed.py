@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from demo_check.auditor import read_stories
 from demo_check.rest import RestError
-from demo_check.step_audit import audit_unharmed
+from demo_check.step_audit import Unharmed, audit_unharmed
 from demo_check.system import RunningSystem, order_drill, steady_job, unix_seconds
 from demo_check.witness import Witness
 
@@ -47,17 +47,7 @@ def check_unharmed(
         one for one in system.rest.items(f"incidents?job={job['id']}") if unix_seconds(one["opened_at"]) > asked_at
     ]
     errors += [f"Incident {one['id']} was opened against the job; it is {one['state']}." for one in incidents]
-    until = time.time() - ARRIVES_WITHIN_S
-    found = audit_unharmed(
-        read_stories(system.agents, job["id"]),
-        generation=generation,
-        pids=pids,
-        since=asked_at,
-        until=until,
-        rows={rank: all_rows(system, job["id"], generation, rank) for rank in pids},
-        checkpoints=all_checkpoints(system, job["id"]),
-        stall_limit_s=STALL_LIMIT_S,
-    )
+    found = recompute(system, job["id"], generation=generation, pids=pids, since=asked_at)
     errors += found.wrong
     errors += [f"Rank {rank}, process {pid}, is gone." for rank, pid in pids.items() if pid in witness.exits]
     result |= {
@@ -69,6 +59,24 @@ def check_unharmed(
         "away_s": round(sight.away_s, 1),
     }
     return errors
+
+
+def recompute(system: RunningSystem, job: str, *, generation: int, pids: Mapping[int, int], since: float) -> Unharmed:
+    """The ranks' logs against the server's rows. `pids`: rank -> process before the fault, which came at `since`."""
+    until = time.time() - ARRIVES_WITHIN_S
+    # The server first: what it holds by then, the logs must have.
+    rows = {rank: _rows(system, job, generation, rank) for rank in pids}
+    checkpoints = _checkpoints(system, job)
+    return audit_unharmed(
+        read_stories(system.agents, job),
+        generation=generation,
+        pids=pids,
+        since=since,
+        until=until,
+        rows=rows,
+        checkpoints=checkpoints,
+        stall_limit_s=STALL_LIMIT_S,
+    )
 
 
 class Sight:
@@ -129,7 +137,7 @@ def _follow(system: RunningSystem, drill_id: str, sight: Sight, tell: Callable[[
     return system.wait_until(over, what="the drill to end", limit_s=DRILL_LIMIT_S)
 
 
-def all_rows(system: RunningSystem, job: str, generation: int, rank: int) -> list[dict[str, Any]]:
+def _rows(system: RunningSystem, job: str, generation: int, rank: int) -> list[dict[str, Any]]:
     """All step rows of one rank that the server has."""
     rows: list[dict[str, Any]] = []
     while True:
@@ -140,7 +148,7 @@ def all_rows(system: RunningSystem, job: str, generation: int, rank: int) -> lis
             return rows
 
 
-def all_checkpoints(system: RunningSystem, job: str) -> list[dict[str, Any]]:
+def _checkpoints(system: RunningSystem, job: str) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     path = f"jobs/{job}/checkpoints?limit=200"
     while True:

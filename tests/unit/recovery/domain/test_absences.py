@@ -126,6 +126,15 @@ def test_the_cause_names_the_first_missing_node_and_what_died_of_it() -> None:
     assert "gpu-04 is gone" in cause.sentence
 
 
+def test_the_cause_keeps_each_witness_with_its_kind() -> None:
+    view, snapshot = wide(9, "gpu-02", "gpu-04", count=8)
+    cause = node_lost(missing_nodes(view, world(view, snapshot), NOW))
+    kinds = [kind for kind, _ in cause.witnesses]
+    assert kinds.count("heartbeat") == 2
+    assert len(set(kinds)) >= 2
+    assert all(sentence in cause.sentence for _, sentence in cause.witnesses)
+
+
 # --- Nothing can be seen ---
 
 
