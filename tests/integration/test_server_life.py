@@ -76,9 +76,7 @@ class World:
         nodes = self.database.rows("SELECT name, last_heard_at, observer FROM recovery_node")
         return {
             name: judge_silence(last_heard_at=heard_at, observer=observer, observers=observers, now=time.time()).contact
-            for name, heard_at, observer in self.database.rows(
-                "SELECT name, last_heard_at, observer FROM recovery_node"
-            )
+            for name, heard_at, observer in nodes
         }
 
     def wait_until_all_are_seen(self) -> None:

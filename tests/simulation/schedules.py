@@ -167,7 +167,18 @@ class _Draft:
                 self._put(kind, at=at, job=job.id, node=node, seconds=seconds, when=when)
             case "cut_while_training":
                 # The agent alone is cut, for longer than a node may be silent: the job must not notice.
-                self._put("lose_contact", at=at, job=job.id, node=node, seconds=rng.choice((12.0, 25.0, 60.0)))
+                self._put(
+                    "lose_contact",
+                    at=at,
+                    job=job.id,
+                    node=node,
+                    seconds=rng.choice((12.0, 25.0, 60.0)),
+                    when=rng.choice(("", "", "launching")),
+                )
+            case "isolate_and_kill":
+                # The peers fail at once, so that the lease of the node that is cut off counts from its last contact.
+                self._put("isolate", at=at, job=job.id, node=node, seconds=rng.choice((30.0, 60.0, 200.0)))
+                self._put("kill_rank", at=at + rng.uniform(0.0, 3.0), job=job.id, rank=rank, value=9)
             case "cut_and_stop":
                 # A job whose nodes cannot be seen is wanted gone: nothing says that it is.
                 self._put("lose_contact", at=at, job=job.id, node=node, seconds=90.0)
@@ -209,7 +220,7 @@ _KINDS = {
     "refuse_policy": 1, "busy_port": 4, "silent_runner": 2, "runner_dies": 3, "worker_dies_before_save": 4,
     "worker_dies_after_save": 4, "repeat_advance": 4, "command": 8, "stop_job": 3, "crash_at_step": 3,
     "break_continuity": 4, "exit_last": 2, "mismatch": 1,
-    "freeze": 8, "isolate": 6, "kill_agent": 5, "power_off": 5, "half_open": 2, "cut_while_training": 8,
+    "freeze": 8, "isolate": 6, "kill_agent": 5, "power_off": 5, "half_open": 2, "cut_while_training": 8, "isolate_and_kill": 8,
     "cut_and_stop": 3, "freeze_twice": 4, "lose_two": 4, "cut_many": 3, "web_restarts": 3, "web_stalls": 3,
     "database_away": 3, "rearm": 3, "attest": 3, "attest_falsely": 2, "provider": 3,
 }  # fmt: skip

@@ -66,7 +66,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedules", type=int, default=500, help="how many to run (default: 500)")
     parser.add_argument("--seed", type=int, default=1, help="which ones (default: 1)")
-    parser.add_argument("--plant", choices=sorted(PLANTS), default="", help="run with a planted bug, which must be found")
+    parser.add_argument(
+        "--plant", choices=sorted(PLANTS), default="", help="run with a planted bug, which must be found"
+    )
     parser.add_argument("--replay", metavar="SEED:INDEX", default="", help="run one schedule and tell it")
     parser.add_argument("--processes", type=int, default=min(4, os.cpu_count() or 1))
     return parser.parse_args(argv)

@@ -50,6 +50,9 @@ class Report:
     keeps_lease: bool = False
 
 
+ENDED = (SeenPhase.STOPPED, SeenPhase.PREPARE_FAILED, SeenPhase.REFUSED)
+
+
 class Node(Protocol):
     """What the agent meets of its machine and of the server."""
 
@@ -197,7 +200,14 @@ class SimulatedAgent:
         elif order.revision >= self.revision:
             self.revision = order.revision
             self.wanted = order.wanted
+            self._forget_ended()
             self.reconcile()
+
+    def _forget_ended(self) -> None:
+        """What has ended and is not asked after any more is forgotten; the record of generations is not."""
+        named = {(one.plan.job, one.plan.generation) for one in self.wanted}
+        for key in [key for key, run in self.known.items() if key not in named and run.phase in ENDED]:
+            del self.known[key], self.reported[key]
 
     def reconcile(self) -> None:
         """Do what the latest order still asks for; also asked when a run has changed."""
@@ -245,7 +255,7 @@ class SimulatedAgent:
         delay = self.rng.uniform(20.0, 40.0) if slow else self.rng.uniform(0.05, 0.6)
 
         def done() -> None:
-            if self.life != life or self.known[key].phase is not SeenPhase.PREPARING:
+            if self.life != life or key not in self.known or self.known[key].phase is not SeenPhase.PREPARING:
                 return
             if self.node.is_frozen(self.name):
                 self.time.after(1.0, done)

@@ -80,6 +80,8 @@ class SimulatedMachines:
     jobs: dict[str, JobFaults] = field(default_factory=dict)
     trainings: dict[Key, SimulatedTraining] = field(default_factory=dict)
     leases: dict[tuple[str, Key], NodeLease] = field(default_factory=dict)
+    looks_at: dict[tuple[str, Key], float] = field(default_factory=dict)
+    """When the runner's next look is due that could find its lease run out."""
     starting: Counter[tuple[str, Key]] = field(default_factory=Counter)
     killed: set[tuple[str, Key]] = field(default_factory=set)
 
@@ -93,8 +95,9 @@ class SimulatedMachines:
             self.leases[node, key] = NodeLease(
                 now=self.time.now, drift=machine.drift, limits=plan.lease, contact_at=machine.contact_at
             )
-            self._look_later(node, key)
         self.starting[node, key] += 1
+        if (node, key) in self.leases:
+            self._look(node, key)
         self.time.after(self.rng.uniform(0.05, 0.8), lambda: self._started(node, plan))
 
     def _started(self, node: str, plan: RecoveryPlan) -> None:
@@ -174,7 +177,7 @@ class SimulatedMachines:
             training.thaw(node)
         for where, lease in self.leases.items():
             if where[0] == node and not lease.expired:
-                self._look_later(*where, within_s=self.rng.uniform(0.0, LOOK_INTERVAL_S))
+                self._look_at(*where, self.time.now + self.rng.uniform(0.0, LOOK_INTERVAL_S))
 
     def cut_off(self, node: str) -> None:
         self.nodes[node].cut_off += 1
@@ -223,7 +226,7 @@ class SimulatedMachines:
         if lease is not None and not lease.expired:
             lease.progress(self.time.now, phase=_PHASES[phase], steps=steps)
             if not self.nodes[node].frozen:
-                lease.holds(self.time.now)
+                self._look(node, key)
 
     def may_act(self, key: Key, node: str) -> bool:
         lease = self.leases.get((node, key))
@@ -243,24 +246,27 @@ class SimulatedMachines:
 
     # --- Leases ---
 
-    def _look(self, node: str, key: Key) -> bool:
+    def _look(self, node: str, key: Key) -> None:
+        """A sign has come, or the limit has passed: if the lease is over, the ranks are killed."""
         lease = self.leases[node, key]
-        if lease.holds(self.time.now):
-            return True
-        self.time.after(KILL_S, lambda: self._kill_expired(node, key))
-        return False
-
-    def _look_later(self, node: str, key: Key, *, within_s: float | None = None) -> None:
-        """The runner looks when its limit has passed at the earliest; one that is frozen then looks when it thaws."""
-        lease = self.leases[node, key]
-        delay_s = lease.looks_again_in_s(self.time.now) + self.rng.uniform(0.001, LOOK_INTERVAL_S)
-        self.time.after(delay_s if within_s is None else within_s, lambda: self._looks(node, key))
-
-    def _looks(self, node: str, key: Key) -> None:
-        if self.nodes[node].frozen or self.leases[node, key].expired or not self.has_ranks(node, key):
+        if not lease.holds(self.time.now):
+            self.time.after(KILL_S, lambda: self._kill_expired(node, key))
             return
-        if self._look(node, key):
-            self._look_later(node, key)
+        due_at = self.time.now + lease.looks_again_in_s(self.time.now)
+        # A look that is due earlier anyway finds out how long there is still to wait.
+        if due_at < self.looks_at.get((node, key), 0.0) or self.looks_at.get((node, key), 0.0) <= self.time.now:
+            self._look_at(node, key, due_at + self.rng.uniform(0.001, LOOK_INTERVAL_S))
+
+    def _look_at(self, node: str, key: Key, at: float) -> None:
+        self.looks_at[node, key] = at
+        self.time.after(at - self.time.now, lambda: self._due_look(node, key, at))
+
+    def _due_look(self, node: str, key: Key, at: float) -> None:
+        """A runner that is frozen looks as soon as it thaws."""
+        over = self.leases[node, key].expired or not self.has_ranks(node, key)
+        if self.looks_at[node, key] == at and not self.nodes[node].frozen and not over:
+            self.looks_at[node, key] = 0.0
+            self._look(node, key)
 
     def _kill_expired(self, node: str, key: Key) -> None:
         """The runner kills its ranks, and is gone with them."""

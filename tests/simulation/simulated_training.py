@@ -108,7 +108,6 @@ class SimulatedTraining:
         self.alive.add(rank)
         self._tell(rank, "started", rank)
         if len(self.alive) == self.world_size and not self.died:
-            self.troubled_at = self.time.now
             self._later(self.rng.uniform(0.1, self.shape.setup_s), self._resume)
 
     def _resume(self) -> None:
