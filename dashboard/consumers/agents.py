@@ -60,7 +60,10 @@ SEND_WITHIN_S = 5.0
 CLOCK_BEATS = 30
 """Heartbeats that tell the offset of an agent's clock; older ones are forgotten, since clocks are put right."""
 BLIND_AFTER_S = OBSERVER_GONE_AFTER_S
-"""Without a record for this long (it stood still, or the database did) this process counts as started anew."""
+"""After so long without a record (this process was slow, or the database away) silences are counted anew."""
+TICK_EVERY_S = 0.5
+STOOD_STILL_S = 9.0
+"""After so long without a turn of its loop this process begins anew: agents give up after 10 s of silence."""
 TIDY_EVERY_S = 60.0
 LAG_COUNTS_FOR_S = 10.0
 DATABASE_AWAY = (OperationalError, InterfaceError)
@@ -145,15 +148,19 @@ class Fleet:
     def __init__(self) -> None:
         self.connections: set[Connection] = set()
         self.observer = fresh_id("obs")
-        """Names this process, as long as it listens without a break."""
+        """Names this process, for as long as its loop turns."""
         self._tasks: list[asyncio.Task[None]] = []
         self._look = asyncio.Event()
-        self._since = 0.0
-        self._recorded_at = 0.0
-        """When the newest record was taken that succeeded, or when it began anew. Monotonic, like all times here."""
-        self._tidied_at = 0.0
-        self._lag = Lag()
         self._not_recording = asyncio.Event()
+        self._lag = Lag()
+        # All on the monotonic clock:
+        self._named_at = 0.0
+        self._since = 0.0
+        """It has listened, and written it down, without a break since then."""
+        self._ticked_at = 0.0
+        self._recorded_at = 0.0
+        """When the newest record was taken that succeeded."""
+        self._tidied_at = 0.0
 
     def add(self, connection: Connection) -> None:
         self.connections.add(connection)
@@ -163,7 +170,7 @@ class Fleet:
         if all(task.done() for task in self._tasks):
             self._look, self._not_recording = asyncio.Event(), asyncio.Event()
             self._begin_anew()
-            self._tasks = [asyncio.create_task(work()) for work in (self._beat, self._run, self._listen)]
+            self._tasks = [asyncio.create_task(work()) for work in (self._tick, self._beat, self._run, self._listen)]
 
     def remove(self, connection: Connection) -> None:
         self.connections.discard(connection)
@@ -178,6 +185,22 @@ class Fleet:
         """Whether what is heard now is sure to be written down: else a lease could outlive what the rows say."""
         return time.monotonic() - connection.recorded_at <= GRANT_S
 
+    async def _tick(self) -> None:
+        """Notice how late the loop is."""
+        while True:
+            await asyncio.sleep(TICK_EVERY_S)
+            self._notice_standstill()
+
+    def _notice_standstill(self) -> None:
+        """Whichever task comes first after a standstill calls this before it concludes anything."""
+        now = time.monotonic()
+        stood_still_s = now - self._ticked_at
+        self._lag.note(stood_still_s - TICK_EVERY_S)
+        self._ticked_at = now
+        if stood_still_s > STOOD_STILL_S:
+            log.warning("agents' sockets: this process stood still for %.0f s and begins anew", stood_still_s)
+            self._begin_anew()
+
     async def _beat(self) -> None:
         """Write down each second whom this process heard, whatever else it has to do."""
         while True:
@@ -191,10 +214,7 @@ class Fleet:
                 log.exception("agents' sockets: whom they heard is not stored; trying again in %.0f s", RECORD_EVERY_S)
             finally:
                 self._not_recording.set()
-            wait_s = max(0.0, began + RECORD_EVERY_S - time.monotonic())
-            asked_at = time.monotonic()
-            await asyncio.sleep(wait_s)
-            self._lag.note(time.monotonic() - asked_at - wait_s)
+            await asyncio.sleep(max(0.0, began + RECORD_EVERY_S - time.monotonic()))
 
     async def let_it_record(self) -> None:
         """Where writers do not queue up but try again and again, let the record of whom we heard go first."""
@@ -235,11 +255,12 @@ class Fleet:
                 await asyncio.sleep(1.0)
 
     async def _record(self) -> None:
+        self._notice_standstill()
         taken_at, at = time.monotonic(), time.time()
         if taken_at - self._recorded_at > BLIND_AFTER_S:
-            self._begin_anew()
-        # Who was heard before this process began to listen may have left since: it is no word of theirs.
-        heard = [c for c in self.connections if c.heard_at is not None and c.heard_at >= self._since]
+            self._since = self._recorded_at = taken_at
+        # Who was heard under another name only may have left since: its silence is counted from its return.
+        heard = [c for c in self.connections if c.heard_at is not None and c.heard_at >= self._named_at]
         held = await _beat_thread.run(
             sessions.record_heard,
             [
@@ -267,12 +288,12 @@ class Fleet:
             await _beat_thread.run(sessions.forget_observers, now=at)
 
     def _begin_anew(self) -> None:
-        """Listen under a new name: what this process did not hear until now says nothing, like after a start.
+        """Listen under a new name: agents that gave this process up need time to come back, like after a start.
 
         No lease is granted before the connection has been recorded under that name.
         """
         self.observer = fresh_id("obs")
-        self._since = self._recorded_at = time.monotonic()
+        self._named_at = self._since = self._ticked_at = self._recorded_at = time.monotonic()
         for connection in self.connections:
             connection.recorded_at = -math.inf
 

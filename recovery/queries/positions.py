@@ -9,6 +9,7 @@ from django.db.models import Count, Max, Sum
 
 from recovery.models import Drill, FenceAction, IncidentRow, Job, Node, TimelineEntry
 from recovery.queries.moment import moment
+from recovery.store.situations import load_fleet
 
 FLEET = "fleet"
 
@@ -51,7 +52,8 @@ def _fleet(now: float) -> TopicPosition:
         "revoked",
     )  # fmt: skip
     fences = FenceAction.objects.values_list("id", "state", "attempts", "contradicted_at")[:50]
-    return TopicPosition(seq=int(now * 1000), mark=repr([list(nodes), list(fences)]))
+    contacts = [(node.name, node.contact.value, node.unconfirmed) for node in load_fleet(now).nodes]
+    return TopicPosition(seq=int(now * 1000), mark=repr([list(nodes), contacts, list(fences)]))
 
 
 def _incidents(ids: list[str]) -> dict[str, TopicPosition]:

@@ -47,9 +47,9 @@ from agents.protocol.outbox import Outbox
 from agents.protocol.session import AgentSession
 from agents.protocol.version import PROTOCOL_VERSION
 
-TICK_S = 0.5
-STEPS_PER_TICK = 2
-SAVE_EVERY = 10
+TICK_S = 1.0
+STEPS_PER_TICK = 4
+SAVE_EVERY = 20
 DIGEST = {"model": "m", "optimizer": "o", "scheduler": "s", "sampler": "p", "rng": "r"}
 OPEN_LIMIT_S = 10.0
 SILENCE_LIMIT_S = 10.0

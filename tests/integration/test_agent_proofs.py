@@ -160,6 +160,8 @@ async def test_what_is_stuck_in_the_kernel_is_proof_for_other_nodes_only(
         assert last is not None
         assert last.kind is ProofKind.UNKILLABLE
         assert not reports(server, S.RUNNING, 2)
+        server.order([agent.assignment(P.STOP), agent.assignment(P.STOP, generation=2)])
+        await server.until(lambda: reports(server, S.STOPPED, 2))
     # The file system is gone, and with it the wait: now it is really over, and that is told as well.
     await server.until(lambda: reports(server, S.STOPPED)[-1].proof.kind is kind)  # type: ignore[union-attr]
     assert not agent.marked()

@@ -8,8 +8,9 @@ import pytest
 
 from recovery import queries
 from recovery.errors import NotFound
-from recovery.models import Claim, Node
+from recovery.models import Claim, FenceAction, Node
 from recovery.queries import NodeState, Position
+from recovery.queries.positions import topic_positions
 from tests.integration.api_rows import (
     T0,
     add_entries,
@@ -216,3 +217,14 @@ def test_receipt_that_is_not_issued_yet_is_not_found() -> None:
     make_incident(make_job())
     with pytest.raises(NotFound, match="no receipt yet"):
         queries.incident_receipt("inc_a")
+
+
+def test_fleet_has_moved_when_a_node_falls_silent_is_quarantined_or_fenced() -> None:
+    node = make_node("gpu-01", now=NOW)
+    marks = [topic_positions(["fleet"], now=NOW)["fleet"].mark]
+    for change in ({"last_heard_at": NOW - 60}, {"quarantine_reason": "stuck"}):
+        Node.objects.update(**change)
+        marks.append(topic_positions(["fleet"], now=NOW)["fleet"].mark)
+    FenceAction.objects.create(id="fen_a", node=node, kind="provider", state="requested", requested_at=NOW)
+    marks.append(topic_positions(["fleet"], now=NOW)["fleet"].mark)
+    assert len(set(marks)) == 4

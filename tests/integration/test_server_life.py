@@ -84,7 +84,7 @@ class World:
             connected = all(agent.connected for agent in self.fleet.agents.values())
             return connected and set(self.contacts().values()) == {Contact.SEEN}
 
-        self.plane.wait_until(seen, what="all nodes to be in contact", limit_s=BACK_WITHIN_S)
+        self.plane.wait_until(seen, what="all nodes to be in contact", limit_s=BACK_WITHIN_S, instead=self.contacts)
 
     def wait_until_recovered(self, job: str, generation: int) -> None:
         """Its newest incident has ended well, and this generation trains."""
@@ -93,7 +93,7 @@ class World:
             states = [state for _, state, of in self.incidents() if of == job]
             return bool(states) and states[-1] == "recovered" and self.generation(job) == generation
 
-        self.plane.wait_until(recovered, what=f"{job} to recover: {self.incidents()}", limit_s=RECOVERED_WITHIN_S)
+        self.plane.wait_until(recovered, what=f"{job} to recover", limit_s=RECOVERED_WITHIN_S, instead=self.incidents)
         self.wait_until_it_trains(job)
 
     def wait_until_it_trains(self, job: str) -> None:
@@ -132,7 +132,9 @@ def world(*, nodes: int, jobs: int) -> Iterator[World]:
         made.wait_until_all_are_seen()
         for number in range(jobs):
             made.submit(f"job-{number}")
-        plane.wait_until(lambda: made.states() == {"running"}, what="all jobs to train", limit_s=RECOVERED_WITHIN_S)
+        plane.wait_until(
+            lambda: made.states() == {"running"}, what="all jobs to train", limit_s=90, instead=made.states
+        )
         yield made
         assert fleet.overlaps() == []
 
@@ -200,9 +202,12 @@ def all_agents_fall_silent_at_once(of: World) -> None:
 
     for agent in of.fleet.agents.values():
         of.fleet.call(agent.cut)
-    of.plane.wait_until(opened, what="the breaker to open", limit_s=30)
-    lost = [Contact.LOST]
-    of.plane.wait_until(lambda: list(set(of.contacts().values())) == lost, what="all nodes to be lost", limit_s=30)
+    of.plane.wait_until(opened, what="the breaker to open", limit_s=30, instead=of.contacts)
+
+    def all_are_lost() -> bool:
+        return set(of.contacts().values()) == {Contact.LOST}
+
+    of.plane.wait_until(all_are_lost, what="all nodes to be lost", limit_s=30, instead=of.contacts)
     time.sleep(6.0)  # some sweeps look at it
     assert opened() == [("control_plane", "breaker_open", "")]
     assert of.orders() == orders

@@ -134,8 +134,13 @@ class ControlPlane:
         except urllib.error.HTTPError as err:
             raise AssertionError(f"{method} {path}: {err.code} {err.read().decode(errors='replace')}") from err
 
-    def wait_until(self, look: Callable[[], T | None], *, what: str, limit_s: float) -> T:
-        """Until `look` returns something true; errors of a server that is not there yet are none."""
+    def wait_until(
+        self, look: Callable[[], T | None], *, what: str, limit_s: float, instead: Callable[[], object] = str
+    ) -> T:
+        """Until `look` returns something true; errors of a server that is not there yet are none.
+
+        `instead` says how things stand if it never does.
+        """
         limit, trouble = time.monotonic() + limit_s, ""
         while time.monotonic() < limit:
             try:
@@ -144,7 +149,7 @@ class ControlPlane:
             except OSError as err:
                 trouble = f" ({err})"
             time.sleep(0.1)
-        raise AssertionError(f"Waited {limit_s:.0f} s for {what}{trouble}.\n{self._tails()}")
+        raise AssertionError(f"Waited {limit_s:.0f} s for {what}{trouble}: {instead()}\n{self._tails()}")
 
     def _answers(self) -> bool:
         with urllib.request.urlopen(f"{self.address}/healthz", timeout=5):

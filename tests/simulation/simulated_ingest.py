@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from simulated_agent import Fact, Report
 from simulated_server import GenerationRow, JobRow, SimulatedServer
+from simulated_strays import SimulatedStrays
 from virtual_time import VirtualTime
 
 from agents.protocol.messages import AGENT_PROOFS, AssignmentPhase, Phase, SeenPhase
@@ -23,9 +25,10 @@ PACE_MEMORY = 0.98
 @dataclass
 class SimulatedIngest:
     server: SimulatedServer
+    strays: SimulatedStrays
     time: VirtualTime
 
-    def begin_session(self, node: str, *, boot_id: str, observer: str) -> int:
+    def begin_session(self, node: str, *, boot_id: str, observer: str, highest: Mapping[str, int]) -> int:
         """A node says hello: what its boot proves, and what it contradicts. Returns how far its outbox is stored."""
         row = self.server.nodes[node]
         row.session, row.observer, row.last_heard_at = True, observer, self.time.now
@@ -45,6 +48,7 @@ class SimulatedIngest:
             row.quarantined_boot = boot_id
         row.said_off_in = ""
         row.boot_id = boot_id
+        self.strays.hello(highest)
         return row.acknowledged
 
     def store(self, node: str, fact: Fact) -> str | None:
@@ -53,6 +57,8 @@ class SimulatedIngest:
         job = self.server.jobs[job_id]
         generation = job.generations.get(number)
         if generation is None or node not in generation.shares:
+            if kind == "share":
+                self.strays.note(node, job_id, number, rest[0])
             return None
         if kind == "share":
             self._store_report(node, job, generation, rest[0])
@@ -163,7 +169,7 @@ class SimulatedIngest:
         return proof is not None and proof.kind not in AGENT_PROOFS and at > proof.at
 
     def _judge_exit(self, job: JobRow, generation: GenerationRow, view: RankView) -> None:
-        wanted = generation.wanted is AssignmentPhase.RUN and not job.stop_wanted and not job.ended
+        wanted = generation.wanted is AssignmentPhase.RUN and not (job.stop_wanted or job.ended or job.behind_since)
         if view.died and wanted and job.open_incident is None:
             fault = Fault(
                 generation=generation.plan.generation, rank=view.rank, at=view.exited_at, sentence="a rank died"

@@ -168,6 +168,8 @@ class JobRow:
     state_since: float = 0.0
     launch_attempts: int = 0
     version: int = 0
+    behind_since: float | None = None
+    """An agent knows a newer generation than these rows: nothing is concluded before that is cleared up."""
     generations: dict[int, GenerationRow] = field(default_factory=dict)
     checkpoints: list[CheckpointRef] = field(default_factory=list)
     incidents: list[IncidentRow] = field(default_factory=list)
@@ -381,6 +383,8 @@ class SimulatedServer:
 
         None if there is nothing to do.
         """
+        if job.behind_since is not None:
+            return None
         row = job.open_incident
         return self._decide_incident(job, row) if row else self._decide_job(job)
 

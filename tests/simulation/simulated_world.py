@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from schedules import CALM_AFTER_S, Event, JobShape, Schedule
@@ -13,6 +14,7 @@ from simulated_agent import Fact, Order, SimulatedAgent
 from simulated_ingest import SimulatedIngest
 from simulated_machines import JobFaults, Machine, SimulatedMachines
 from simulated_server import SWEEP_S, JobRow, NodeRow, SimulatedServer
+from simulated_strays import SimulatedStrays
 from simulated_training import Crash
 from simulated_web import BEAT_S, Caller, SimulatedWeb
 from truth import Truth
@@ -28,6 +30,7 @@ from recovery.domain.situation import Command
 BOUND_S = CALM_AFTER_S + 1500.0
 """By then every job has ended and every incident has ended or is with a human."""
 
+BOTH_SUBMITTED_S = 6.0
 REPUSH_S = 1.0
 HEARTBEAT_LOSS = 0.01
 RECONNECTS_WITHIN_S = 5.0
@@ -80,12 +83,14 @@ class SimulatedWorld:
             probe=self._probe,
             observers=self.web.rows,
         )
-        self.ingest = SimulatedIngest(server=self.server, time=self.time)
+        self.strays = SimulatedStrays(server=self.server, time=self.time)
+        self.ingest = SimulatedIngest(server=self.server, strays=self.strays, time=self.time)
         self.truth = Truth(time=self.time, machines=self.machines, server=self.server, report=self.violations.append)
         self.agents: dict[str, SimulatedAgent] = {}
         self.retried: set[str] = set()
         self.repushing: set[str] = set()
         self.resending: set[str] = set()
+        self.backups: dict[Event, tuple[object, ...]] = {}
         self.sent_orders: dict[str, list[Order]] = {shape.name: [] for shape in schedule.nodes}
         self._set_up()
 
@@ -110,6 +115,9 @@ class SimulatedWorld:
             self.time.after(0.5 + job.submitted_at, lambda job=job: self._submit(job))  # type: ignore[misc]
         for event in self.schedule.events:
             self.time.after(event.at, lambda event=event: self._due(event))  # type: ignore[misc]
+            if event.kind == "restore_backup":
+                before = max(BOTH_SUBMITTED_S, event.at - event.seconds)
+                self.time.after(before, lambda event=event: self._take_backup(event))  # type: ignore[misc]
         self.web.start()
         self.time.after(0.5, self._beat)
         self.time.after(SWEEP_S, self._sweep)
@@ -157,6 +165,8 @@ class SimulatedWorld:
         self.server.advance(shape.id)
 
     def _sweep(self) -> None:
+        if self.server.database_up:
+            self.strays.settle()
         self.server.sweep()
         self.truth.look()
         if self.calm:
@@ -236,6 +246,8 @@ class SimulatedWorld:
                 return True
             self.retried.add(job.id)
             self.server.command(job.id, Command.RETRY)
+            return False
+        if job.behind_since is not None:
             return False
         if row is None and job.ended:
             return not any(node.claimed_by == job.id for node in self.server.nodes.values())
@@ -336,7 +348,7 @@ class SimulatedWorld:
             case "rearm":
                 self.server.rearm()
             case "restore_backup" if self._serves:
-                self._restore_backup(event.seconds)
+                self._restore_backup(event)
             case "unhealthy":
                 self._for_a_while(event, "healthy", False)
             case "cordon":
@@ -497,6 +509,26 @@ class SimulatedWorld:
             else:
                 self._connect_later(agent)
 
+    def _take_backup(self, event: Event) -> None:
+        if self._serves:
+            self.backups[event] = copy.deepcopy(self._rows())
+
+    def _rows(self) -> tuple[object, ...]:
+        server = self.server
+        return server.nodes, server.jobs, server.breakers, server.probes, self.web.rows, self.strays.reports
+
+    def _restore_backup(self, event: Event) -> None:
+        """The rows go back in time while nobody serves; agents and what they run do not."""
+        backup = self.backups.pop(event, None)
+        if backup is None:
+            return
+        self._web_goes()
+        self.server.epoch += 1
+        for now, then in zip(self._rows(), backup, strict=True):
+            now.clear()  # type: ignore[attr-defined]
+            now.extend(then) if isinstance(now, list) else now.update(then)  # type: ignore[attr-defined]
+        self.time.after(1.0, self._web_returns)
+
     # --- The node as its agent meets it ---
 
     def start_ranks(self, node: str, plan: RecoveryPlan) -> None:
@@ -524,7 +556,10 @@ class SimulatedWorld:
         if not (self.web.listens and self.server.database_up):
             self._connect_later(self.agents[node])
             return None
-        acknowledged = self.ingest.begin_session(node, boot_id=self.boot_id(node), observer=self.web.name)
+        highest = {job: high.generation for job, high in self.agents[node].high.items()}
+        acknowledged = self.ingest.begin_session(
+            node, boot_id=self.boot_id(node), observer=self.web.name, highest=highest
+        )
         if self.schedule.noise and not self.calm and self.sent_orders[node] and self.rng.random() < 0.3:
             # An order of long ago comes first on the new connection: from a proxy, or of a server that was put back.
             stale = replace(self.rng.choice(self.sent_orders[node]), revision=0)
@@ -543,6 +578,7 @@ class SimulatedWorld:
             return
         # Copies are taken when they are sent, so that a late one tells what was wanted then.
         order = self.server.order_for(node)
+        order = replace(order, wanted=(*order.wanted, *self.strays.stops_on(node)))
         self.sent_orders[node].append(order)
         del self.sent_orders[node][:-20]
         if not noise or self.rng.random() > 0.3 * noise:

@@ -66,14 +66,9 @@ class Truth:
         training = self.machines.trainings.get((job.id, number))
         if training is None or not training.healthy:
             return
-        healthy_s = self.time.now - training.troubled_at
-        if healthy_s > HEALTHY_FOR_S:
-            self.report(
-                Violation(
-                    rule="healthy-jobs-are-left-alone",
-                    sentence=f"All ranks have been able to go on for {healthy_s:.0f} s, and {why}.",
-                )
-            )
+        if self.time.now - training.troubled_at > HEALTHY_FOR_S:
+            sentence = f"All ranks are there and nothing keeps them from going on, and {why}."
+            self.report(Violation(rule="healthy-jobs-are-left-alone", sentence=sentence))
 
     def _is_asked_for(self, row: IncidentRow | None, situation: Situation, generation: GenerationView) -> bool:
         """Whether something else than an absence speaks for the stop."""
