@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from celery import Celery
-from celery.signals import worker_init
+from celery.signals import worker_process_init
 
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "dashboard.settings")
 
@@ -15,11 +15,12 @@ app.config_from_object("django.conf:settings", namespace="CELERY")
 app.autodiscover_tasks()
 
 
-@worker_init.connect
+@worker_process_init.connect
 def start_sweep_timer(**_: Any) -> None:
-    """Sweep from inside each worker too, so that a stopped broker or beat stops nothing.
+    """Sweep from inside each process of the pool too, so that a stopped broker or beat stops nothing.
 
-    Not when the worker is ready: it is not before it has reached the broker.
+    The pool is there before the worker has reached the broker. Never in the process that forks it: a child that is
+    forked while the timer imports something waits for that import for ever.
     """
     from recovery.sweep import SweepTimer
 

@@ -12,6 +12,8 @@ from live_site import PASSWORD, USER, Site, log_in, opened
 from playwright.sync_api import Browser, Page, expect
 
 AXE = Path(__file__).resolve().parents[2] / "node_modules" / "axe-core" / "axe.min.js"
+EVERY_PAGE_LIMIT_S = 600
+"""For a test that looks at all pages, on a machine that may be busy with other things."""
 TIMELINE_ROWS = "#timeline [data-seq]"
 
 
@@ -48,6 +50,7 @@ def shown_seqs(page: Page) -> list[int]:
     return page.eval_on_selector_all(TIMELINE_ROWS, "rows => rows.map(row => Number(row.dataset.seq))")
 
 
+@pytest.mark.timeout(EVERY_PAGE_LIMIT_S)
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_every_page_renders_without_a_complaint_of_the_browser(chromium: Browser, site: Site, dark: bool) -> None:
     with opened(chromium, site, dark=dark) as page:
@@ -59,6 +62,7 @@ def test_every_page_renders_without_a_complaint_of_the_browser(chromium: Browser
             assert page.locator("h1").count() == 1, name
 
 
+@pytest.mark.timeout(EVERY_PAGE_LIMIT_S)
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_axe_finds_nothing_serious_on_any_page(chromium: Browser, site: Site, dark: bool) -> None:
     assert AXE.exists(), "axe-core is missing: run `python manage.py vendor_static`, which installs it with npm."

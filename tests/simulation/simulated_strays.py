@@ -11,6 +11,7 @@ from virtual_time import VirtualTime
 
 from agents.protocol.messages import AssignmentPhase, SeenPhase
 from recovery.domain.generations import ShareView
+from recovery.domain.incident import IncidentState
 from recovery.domain.instructions import JobState
 from recovery.domain.silence import Contact
 
@@ -78,13 +79,16 @@ class SimulatedStrays:
         nodes = self.server.nodes
         if any(nodes[name].claimed_by not in (None, job.id) for name in plan.nodes):
             return
-        keeps_lease = all(report.keeps_lease for report in reports.values())
         job.generations[plan.generation] = GenerationRow(
-            plan=plan if keeps_lease else replace(plan, lease=None),
+            # No lease: its runners may hold longer terms than these rows know.
+            plan=replace(plan, lease=None),
             wanted=AssignmentPhase.RUN,
             shares={
                 name: ShareView(
-                    node=name, seen=SeenPhase.RUNNING, boot_id=reports[name].boot_id, keeps_lease=keeps_lease
+                    node=name,
+                    seen=SeenPhase.RUNNING,
+                    boot_id=reports[name].boot_id,
+                    keeps_lease=reports[name].keeps_lease,
                 )
                 for name in plan.nodes
             },
@@ -98,7 +102,10 @@ class SimulatedStrays:
                 node.claimed_by = None
             elif name in plan.nodes:
                 node.claimed_by = job.id
-        for row in job.incidents[-1:]:
+        row = job.open_incident
+        if row is not None:
+            row.incident = replace(row.incident, state=IncidentState.CANCELLED, deadline_at=None)
+            row.states.append(IncidentState.CANCELLED)
             row.version += 1
         job.behind_since, job.state, job.state_since = None, JobState.RUNNING, self.time.now
         job.generation, job.version = plan.generation, job.version + 1
