@@ -63,7 +63,7 @@ check-unit: $(VENV)
 test: install ## all tests; those of rows and broker also on PostgreSQL and Redis. Installs from apt what is missing
 	@.ci/apt
 	@$(BIN)/pytest $(ARGS)
-	@EVERSTEP_TEST_SERVERS=production $(BIN)/pytest $(ARGS) || [ $$? = 5 ] # 5: ARGS chose none of those
+	@EVERSTEP_TEST_SERVERS=production $(BIN)/pytest $(or $(ARGS),tests/integration) || [ $$? = 5 ] # 5: ARGS chose none
 
 proof: install ## every long proof in full, one table at the end (about half an hour). SEED=1
 	@.ci/apt

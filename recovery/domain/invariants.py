@@ -59,6 +59,8 @@ class JobHistory:
     generations: tuple[GenerationView, ...]
     """In the order of their creation."""
     incidents: tuple[IncidentHistory, ...] = ()
+    adopted: frozenset[int] = frozenset()
+    """Generations that nobody here ordered to run: they were found running, after a backup was restored."""
 
 
 def violations_among_living(living: Iterable[LivingRank]) -> tuple[Violation, ...]:
@@ -134,6 +136,8 @@ def _generation_numbers(history: JobHistory) -> Iterator[Violation]:
 def _fences(history: JobHistory) -> Iterator[Violation]:
     """Of the generations that were ordered to run, only the newest may lack proofs of stop."""
     ran = [generation for generation in history.generations if generation.run_ordered]
+    if ran and ran[-1].number in history.adopted:
+        return  # what its order stood on is lost; what is ordered after it must stand on proofs again
     for generation in ran[:-1]:
         missing = _without_proof(generation)
         if missing:

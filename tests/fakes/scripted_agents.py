@@ -49,7 +49,8 @@ from agents.protocol.version import PROTOCOL_VERSION
 
 TICK_S = 1.0
 STEPS_PER_TICK = 4
-SAVE_EVERY = 20
+SAVE_EVERY = 8
+"""Steps; the first save is after the first tick, so that there is something to go on from."""
 DIGEST = {"model": "m", "optimizer": "o", "scheduler": "s", "sampler": "p", "rng": "r"}
 OPEN_LIMIT_S = 10.0
 SILENCE_LIMIT_S = 10.0
@@ -324,7 +325,7 @@ class ScriptedAgent:
         ]
         share.steps += len(reports)
         self._tell(StepReports(job=job, generation=generation, steps=reports))
-        if 0 in share.living and share.step % SAVE_EVERY == 0 and share.launch is not None:
+        if 0 in share.living and share.step % SAVE_EVERY == STEPS_PER_TICK and share.launch is not None:
             self._tell(
                 CheckpointSaved(
                     job=job,

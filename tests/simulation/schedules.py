@@ -167,18 +167,17 @@ class _Draft:
                 self._put(kind, at=at, job=job.id, node=node, seconds=seconds, when=when)
             case "cut_while_training":
                 # The agent alone is cut, for longer than a node may be silent: the job must not notice.
-                self._put(
-                    "lose_contact",
-                    at=at,
-                    job=job.id,
-                    node=node,
-                    seconds=rng.choice((12.0, 25.0, 60.0)),
-                    when=rng.choice(("", "", "launching")),
-                )
+                self._put("lose_contact", at=at, job=job.id, node=node, seconds=rng.choice((12.0, 25.0, 60.0)))
             case "isolate_and_kill":
                 # The peers fail at once, so that the lease of the node that is cut off counts from its last contact.
                 self._put("isolate", at=at, job=job.id, node=node, seconds=rng.choice((30.0, 60.0, 200.0)))
-                self._put("kill_rank", at=at + rng.uniform(0.0, 3.0), job=job.id, rank=rank, value=9)
+                self._put("kill_rank", at=at + rng.uniform(-1.0, 3.0), job=job.id, rank=rank, value=9)
+            case "cut_and_kill":
+                # Ranks train on without their agent, until a peer dies: their lease counts from their last step.
+                self._put("lose_contact", at=at, job=job.id, node=node, seconds=90.0)
+                self._put("kill_rank", at=at + rng.uniform(2.0, 30.0), job=job.id, rank=rank, value=9)
+            case "cut_while_launching":
+                self._put("lose_contact", at=0.0, job=job.id, node=node, seconds=20.0, when="launching")
             case "cut_and_stop":
                 # A job whose nodes cannot be seen is wanted gone: nothing says that it is.
                 self._put("lose_contact", at=at, job=job.id, node=node, seconds=90.0)
@@ -221,7 +220,7 @@ _KINDS = {
     "worker_dies_after_save": 4, "repeat_advance": 4, "command": 8, "stop_job": 3, "crash_at_step": 3,
     "break_continuity": 4, "exit_last": 2, "mismatch": 1,
     "freeze": 8, "isolate": 6, "kill_agent": 5, "power_off": 5, "half_open": 2, "cut_while_training": 8,
-    "isolate_and_kill": 8, "cut_and_stop": 3, "freeze_twice": 4, "lose_two": 4, "cut_many": 3, "web_restarts": 3,
+    "isolate_and_kill": 8, "cut_and_kill": 8, "cut_while_launching": 6, "cut_and_stop": 3, "freeze_twice": 4, "lose_two": 4, "cut_many": 3, "web_restarts": 3,
     "web_stalls": 3, "database_away": 3, "rearm": 3, "attest": 3, "attest_falsely": 2, "provider": 3,
     "restore_backup": 2,
 }  # fmt: skip
@@ -241,7 +240,7 @@ def make_schedule(seed: int, index: int) -> Schedule:
             submitted_at=rng.uniform(0.0, 5.0),
             reports_digests=rng.random() < 0.9,
             saves_step_0=rng.random() < 0.8,
-            setup_s=rng.choice((1.0, 1.0, 1.0, 14.0)),
+            setup_s=rng.choice((1.0, 1.0, 14.0)),
             save_time_s=rng.choice((0.0, 0.5, 2.0)),
             evaluates_s=rng.choice((0.0, 0.0, 0.0, 3.0, 9.0)),
             keeps_lease=rng.random() < 0.9,

@@ -8,8 +8,9 @@ from everstep.elastic.lease import NS, Expired, Held, Phase, Progress, Terms, ju
 from recovery.domain.plan import LeaseLimits
 
 LOOK_INTERVAL_S = 0.25
-"""A runner looks this often; killing takes a moment more."""
-KILL_S = 0.1
+"""A runner looks this often."""
+KILL_WITHIN_S = 1.2
+"""On a busy node."""
 _BOOTED_BEFORE_S = 1000.0
 
 

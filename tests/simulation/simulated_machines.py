@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from schedules import JobShape
 from simulated_agent import Key, SimulatedAgent
-from simulated_lease import KILL_S, LOOK_INTERVAL_S, NodeLease
+from simulated_lease import KILL_WITHIN_S, LOOK_INTERVAL_S, NodeLease
 from simulated_training import Crash, SimulatedTraining
 from virtual_time import VirtualTime
 
@@ -250,7 +250,7 @@ class SimulatedMachines:
         """A sign has come, or the limit has passed: if the lease is over, the ranks are killed."""
         lease = self.leases[node, key]
         if not lease.holds(self.time.now):
-            self.time.after(KILL_S, lambda: self._kill_expired(node, key))
+            self.time.after(self.rng.uniform(0.05, KILL_WITHIN_S), lambda: self._kill_expired(node, key))
             return
         due_at = self.time.now + lease.looks_again_in_s(self.time.now)
         # A look that is due earlier anyway finds out how long there is still to wait.

@@ -168,6 +168,8 @@ class JobRow:
     state_since: float = 0.0
     launch_attempts: int = 0
     version: int = 0
+    adopted: set[int] = field(default_factory=set)
+    """Generations that were found running."""
     behind_since: float | None = None
     """An agent knows a newer generation than these rows: nothing is concluded before that is cleared up."""
     generations: dict[int, GenerationRow] = field(default_factory=dict)
@@ -690,6 +692,7 @@ class SimulatedServer:
             job=job.id,
             state=job.state,
             generations=tuple(generation.view() for generation in job.generations.values()),
+            adopted=frozenset(job.adopted),
             incidents=tuple(
                 IncidentHistory(
                     incident=row.incident,

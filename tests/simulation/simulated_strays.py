@@ -98,9 +98,7 @@ class SimulatedStrays:
             if older.plan.generation < plan.generation:
                 older.wanted, older.seen = AssignmentPhase.STOP, None
         for name, node in nodes.items():
-            if node.claimed_by == job.id and name not in plan.nodes:
-                node.claimed_by = None
-            elif name in plan.nodes:
+            if name in plan.nodes:
                 node.claimed_by = job.id
         row = job.open_incident
         if row is not None:
@@ -109,6 +107,7 @@ class SimulatedStrays:
             row.version += 1
         job.behind_since, job.state, job.state_since = None, JobState.RUNNING, self.time.now
         job.generation, job.version = plan.generation, job.version + 1
+        job.adopted.add(plan.generation)
         self.reports = {key: report for key, report in self.reports.items() if key[1:] != (job.id, plan.generation)}
         for name in nodes:
             nodes[name].revision += 1

@@ -564,7 +564,9 @@ class SimulatedWorld:
             # An order of long ago comes first on the new connection: from a proxy, or of a server that was put back.
             stale = replace(self.rng.choice(self.sent_orders[node]), revision=0)
             self._send_order(self.agents[node], stale, 0.001)
-        self.time.after(0.0, lambda: self._push(node))
+            self.time.after(self.rng.uniform(0.0, 3.0), lambda: self._push(node))
+        else:
+            self.time.after(0.0, lambda: self._push(node))
         return acknowledged
 
     def closed(self, node: str, *, noticed: bool) -> None:

@@ -19,7 +19,8 @@ STEPS_AFTER_SAVE = 8
 RECOVERED_WITHIN_S = 150.0
 """A silent node costs 45 s before anything may be relaunched; the rest is what a busy machine takes to start torch."""
 DRILL_LIMIT_S = 240.0
-LOOK_BACK_S = 30.0
+FORGOTTEN_AFTER_S = 30.0
+"""A longer step than usual counts for the detection of stalls for about this long."""
 SLACK_S = 15.0
 BACK_WITHIN_S = 45.0
 """An agent that was cut off tries again after 30 s at most."""
@@ -75,15 +76,16 @@ def _long_enough_s(system: RunningSystem, job: dict[str, Any]) -> float:
 
     Both wait longer for a slow job: a rank stands still after eight of its longest steps.
     """
-    since = time.time() - LOOK_BACK_S
     pauses = [
-        after - before
+        (after, after - before)
         for (generation, _), story in read_stories(system.agents, job["id"]).items()
         if generation == job["generation"]
-        for before, after in itertools.pairwise(sorted(step.at for step in story.steps.values() if step.at > since))
+        for before, after in itertools.pairwise(sorted(step.at for step in story.steps.values()))
     ]
-    patience_s = 8 * max(pauses, default=0.0)
-    return round(max(10.0, patience_s) + 1.02 * max(30.0, patience_s + 5.0) + 2.0 + SLACK_S)
+    since = time.time() - FORGOTTEN_AFTER_S
+    stall_s = 8 * max((pause for at, pause in pauses if at > since), default=0.0)
+    lease_s = 8 * max((pause for _, pause in pauses), default=0.0) + 5.0  # it only rises, in steps of five seconds
+    return round(max(10.0, stall_s) + 1.02 * max(30.0, lease_s) + 2.0 + SLACK_S)
 
 
 def _follow(system: RunningSystem, drill_id: str, tell: Callable[[str], None]) -> tuple[dict[str, Any], dict[str, Any]]:
