@@ -18,6 +18,7 @@ from django.db.models import F
 
 from agents.protocol.messages import ProofKind
 from recovery import proofs
+from recovery.domain.absences import peers_step_on
 from recovery.domain.fence_policy import (
     MAX_ATTEMPTS,
     FenceCandidate,
@@ -33,7 +34,7 @@ from recovery.fence_providers import FencedNode, FenceProvider, FenceResult, con
 from recovery.ids import fresh_id
 from recovery.models import FenceAction, IncidentRow, Node, ShareRow
 from recovery.store import from_json
-from recovery.store.situations import load_observers, load_situation, silence_limits
+from recovery.store.situations import generation_view, load_fleet, load_observers, load_situation, silence_limits
 from recovery.wakeup import announce_change, ask_to_fence
 
 log = logging.getLogger(__name__)
@@ -121,10 +122,30 @@ def _ready_to_fence(node_name: str, confirm: str) -> tuple[Node, list[ShareRow]]
         raise NotConfirmed(f"Type the node's exact name, {node.name}, to confirm; {confirm!r:.100} is not it.")
     contact, silent_s = _contact(node)
     unproven = proofs.unproven_on(node)
-    refusal = why_not_fenced(FenceCandidate(name=node.name, contact=contact, silent_s=silent_s, unproven=unproven))
+    shares = proofs.open_shares(node)
+    candidate = FenceCandidate(
+        name=node.name, contact=contact, silent_s=silent_s, unproven=unproven, trains_on=_trains_on(shares)
+    )
+    refusal = why_not_fenced(candidate)
     if refusal:
         raise FenceRefused(refusal)
-    return node, proofs.open_shares(node)
+    return node, shares
+
+
+def _trains_on(shares: Iterable[ShareRow]) -> tuple[str, ...]:
+    """Jobs of these shares of which a rank on another node is known to step on."""
+    now = time.time()
+    fleet = load_fleet(now)
+    return tuple(
+        share.generation.job.name
+        for share in shares
+        if peers_step_on(
+            generation_view(share.generation),
+            fleet,
+            synchronous=share.generation.job.spec.get("synchronous", True),
+            now=now,
+        )
+    )
 
 
 def _take(node_name: str) -> Node:
@@ -233,6 +254,8 @@ def _why_not_run(action: FenceAction, node: Node, provider: FenceProvider | None
         return "", ""
     if not proofs.unproven_on(node):
         return "cancelled", "Nothing waits for a proof of it any more."
+    if _trains_on(proofs.open_shares(node)):
+        return "cancelled", "A job on it trains on, and must not be hurt because its agent cannot be reached."
     if next_attempt_at(attempts=action.attempts, last_ended_at=action.ended_at) is None:
         died = "Its last run did not come to an end: the worker died over it." if action.state == "running" else ""
         return "failed", " ".join(filter(None, (action.evidence, died)))

@@ -108,7 +108,7 @@ def tell(
 def open_shares(node: Node) -> list[ShareRow]:
     """What was ordered to run on the node and is not proven gone."""
     rows = ShareRow.objects.filter(node=node, proof__isnull=True, generation__run_ordered_at__isnull=False)
-    return list(rows.select_related("generation"))
+    return list(rows.select_related("generation__job"))
 
 
 def unproven_on(node: Node) -> tuple[str, ...]:

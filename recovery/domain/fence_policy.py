@@ -13,6 +13,7 @@ from recovery.domain.breaker import absence_is_credible
 from recovery.domain.incident import CauseKind, Incident, IncidentState
 from recovery.domain.silence import Contact
 from recovery.domain.situation import Situation
+from recovery.domain.timeline import join_names
 
 RULE_VERSION = "fence-policy-1"
 
@@ -30,6 +31,8 @@ class FenceCandidate:
     silent_s: float
     unproven: tuple[str, ...]
     """What may still run on it: `generation 2 of llm-7b`."""
+    trains_on: tuple[str, ...] = ()
+    """Names of jobs whose ranks elsewhere step on, in which none steps alone: its ranks live."""
 
 
 def why_not_fenced(node: FenceCandidate) -> str:
@@ -49,6 +52,11 @@ def why_not_fenced(node: FenceCandidate) -> str:
             )
         case Contact.LOST if not node.unproven:
             return f"Nothing waits for a proof of {node.name}: whatever was ordered to run there is proven gone."
+        case Contact.LOST if node.trains_on:
+            return (
+                f"{join_names(node.trains_on)} trains on, and no rank of it steps alone: {node.name} is not off, "
+                "only its agent cannot be reached. Stop the job first if the node has to be switched off."
+            )
     return ""
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from demo_check.run import check_drill
+from demo_check.run import SCRIPT, check_drill
 from demo_check.system import RunningSystem
 from demo_check.witness import Witness
 
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 @pytest.fixture(scope="module")
 def trained() -> Iterator[tuple[RunningSystem, Witness]]:
-    system = RunningSystem(script=["--leave-child"], environment={"EVERSTEP_BEATS": "1"})
+    system = RunningSystem(script=SCRIPT, environment={"EVERSTEP_BEATS": "1"})
     with system, Witness(system.agents) as witness:
         yield system, witness
     assert system.process.returncode == 0

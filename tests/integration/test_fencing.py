@@ -12,7 +12,7 @@ import pytest
 from agents.protocol.messages import AssignmentPhase, SeenPhase
 from recovery import fencing, jobs, queries
 from recovery.errors import FenceRefused, NotConfirmed, NotFound
-from recovery.models import FenceAction, GenerationRow, IncidentRow, Job, Node, ShareRow, TimelineEntry
+from recovery.models import FenceAction, GenerationRow, IncidentRow, Job, Node, RankRow, ShareRow, TimelineEntry
 from recovery.orders import order_for
 from recovery.store.timelines import first_broken_link
 from recovery.sweep import sweep
@@ -161,6 +161,19 @@ def test_attestation_is_refused_for_a_node_of_which_nothing_waits_for_a_proof(si
     attest()
     with pytest.raises(FenceRefused, match="Nothing waits for a proof of gpu-01"):
         attest()
+
+
+def test_nobody_calls_a_node_off_whose_job_is_known_to_train_on() -> None:
+    job = jobs.submit_job(SPEC, owner="tests")
+    fleet = ToldFleet.of(job.id, "gpu-01", "gpu-02", "gpu-03")
+    running(fleet, job)
+    fleet.fall_silent("gpu-02", for_s=45)
+    seen = {"phase": "step", "progress_at": time.time(), "progress_seen_at": time.time()}
+    RankRow.objects.filter(generation__job=job, node__name="gpu-01").update(**seen)
+    with pytest.raises(FenceRefused, match="trains on"):
+        attest("gpu-02")
+    RankRow.objects.filter(generation__job=job).update(progress_seen_at=time.time() - 60)
+    assert attest("gpu-02").state == "fenced"
 
 
 @pytest.mark.parametrize("confirm", ["", "gpu-02", "GPU-01", "gpu-01 ", "yes"])

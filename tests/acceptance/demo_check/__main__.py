@@ -13,7 +13,7 @@ import sys
 from typing import Any
 
 from demo_check.rest import RestError
-from demo_check.run import KINDS, check_drill, tell
+from demo_check.run import KINDS, SCRIPT, check_drill, tell
 from demo_check.system import BLIND_EVERSTEP, EVERSTEP, HarnessError, RunningSystem
 from demo_check.witness import Witness
 
@@ -28,8 +28,7 @@ def main() -> int:
         return _finish({}, [f"BUG={bug} is unknown: use one of {', '.join((*FORGETTABLE, 'ghost'))}."])
     if bug and kind != "kill-rank":
         return _finish({}, [f"BUG={bug} is planted with DRILL=kill-rank only."])
-    # Ranks always leave a child behind, forked twice and in a session of its own: a stop must find it, too.
-    script = ["--leave-child", *(["--forget", bug] if bug in FORGETTABLE else [])]
+    script = [*SCRIPT, *(["--forget", bug] if bug in FORGETTABLE else [])]
     tell("Starting the system on free ports ...")
     system = RunningSystem(
         script=script,

@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 from demo_check.rest import RestError
-from demo_check.run import KINDS, check_drill, tell
+from demo_check.run import KINDS, SCRIPT, check_drill, tell
 from demo_check.system import HarnessError, RunningSystem
 from demo_check.witness import Witness
 
@@ -25,9 +25,7 @@ def main() -> int:
     wrong: list[str] = []
     passed, slowest_s = 0, 0.0
     tell("Starting the system on free ports ...")
-    system = RunningSystem(
-        script=["--leave-child"], environment={"EVERSTEP_BEATS": "1"}, keep=os.environ.get("KEEP") == "1"
-    )
+    system = RunningSystem(script=SCRIPT, environment={"EVERSTEP_BEATS": "1"}, keep=os.environ.get("KEEP") == "1")
     try:
         with system, Witness(system.agents) as witness:
             for kind in kinds:

@@ -15,6 +15,7 @@ from demo_check.rest import RestError
 from demo_check.system import HarnessError, RunningSystem, order_drill, steady_job, unix_seconds
 from demo_check.witness import Witness, marked_processes
 
+LEAST_SAVED_STEP = 100
 STEPS_AFTER_SAVE = 8
 RECOVERED_WITHIN_S = 150.0
 """A silent node costs 45 s before anything may be relaunched; the rest is what a busy machine takes to start torch."""
@@ -48,7 +49,7 @@ def check_recovered(
     """One drill from the order to a node that is a spare again. Fills `result`; returns what is wrong."""
     fault = FAULTS[kind]
     # With an older checkpoint beneath it, broken continuity is rolled back once, is broken again, and pages a person.
-    job = steady_job(system, least_saved_step=50)
+    job = steady_job(system, least_saved_step=LEAST_SAVED_STEP)
     tell(f"Job {job['id']} is at step {job['last_step']}; ordering a drill: {kind} ...")
     body = {
         "kind": kind,

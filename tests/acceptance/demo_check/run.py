@@ -11,6 +11,11 @@ from demo_check.unharmed import DURATIONS_S, check_unharmed
 from demo_check.witness import Witness
 
 KINDS = (*FAULTS, *DURATIONS_S)
+SCRIPT = ("--leave-child", "--save-every", "60")
+"""More arguments for the job. Ranks leave a child behind, forked twice and in a session of its own, that a stop must
+find. Saves are so far apart that a fault which was due after one is there before the next: a keeper takes a moment to
+start.
+"""
 
 
 def check_drill(system: RunningSystem, witness: Witness, kind: str, *, result: dict[str, Any]) -> list[str]:

@@ -36,8 +36,16 @@ from recovery.domain.witnesses import ProbeView
 S = IncidentState
 
 
-def candidate(contact: Contact, *, silent_s: float = 40.0, unproven: tuple[str, ...] = ("generation 1",)) -> str:
-    return why_not_fenced(FenceCandidate(name="gpu-02", contact=contact, silent_s=silent_s, unproven=unproven))
+def candidate(
+    contact: Contact,
+    *,
+    silent_s: float = 40.0,
+    unproven: tuple[str, ...] = ("generation 1",),
+    trains_on: tuple[str, ...] = (),
+) -> str:
+    return why_not_fenced(
+        FenceCandidate(name="gpu-02", contact=contact, silent_s=silent_s, unproven=unproven, trains_on=trains_on)
+    )
 
 
 def test_word_is_taken_only_of_a_lost_node_on_which_something_may_run() -> None:
@@ -46,6 +54,7 @@ def test_word_is_taken_only_of_a_lost_node_on_which_something_may_run() -> None:
     assert "heard 4 s ago" in candidate(Contact.SUSPECT, silent_s=4.2)
     assert "is not known" in candidate(Contact.UNOBSERVED)
     assert "Nothing waits for a proof" in candidate(Contact.LOST, unproven=())
+    assert "llm-7 trains on" in candidate(Contact.LOST, trains_on=("llm-7",))
 
 
 def test_provider_is_asked_at_once_then_with_growing_pauses_and_three_times_at_most() -> None:
