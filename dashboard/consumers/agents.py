@@ -261,6 +261,7 @@ class Fleet:
             self._since = self._recorded_at = taken_at
         # Who was heard under another name only may have left since: its silence is counted from its return.
         heard = [c for c in self.connections if c.heard_at is not None and c.heard_at >= self._named_at]
+        name = self.observer
         held = await _beat_thread.run(
             sessions.record_heard,
             [
@@ -273,15 +274,16 @@ class Fleet:
                 )
                 for c in heard
             ],
-            observer=self.observer,
+            observer=name,
             since=at - (taken_at - self._since),
             at=at,
             lag_s=self._lag.worst_s,
         )
-        self._recorded_at = taken_at
-        for connection in heard:
-            if connection.node_id in held:
-                connection.recorded_at = taken_at
+        if name == self.observer:
+            self._recorded_at = taken_at
+            for connection in heard:
+                if connection.node_id in held:
+                    connection.recorded_at = taken_at
         self._lag.note(time.monotonic() - taken_at)
         if taken_at - self._tidied_at > TIDY_EVERY_S:
             self._tidied_at = taken_at

@@ -11,6 +11,17 @@ from recovery.domain.silence import Contact
 from recovery.domain.situation import Situation
 from recovery.domain.timeline import Entry, EntryKind
 
+_WITHOUT_ITS_WORD = (
+    ProofKind.BOOT_CHANGED,
+    ProofKind.LEASE_EXPIRED,
+    ProofKind.PROVIDER,
+    ProofKind.ATTESTATION,
+)
+"""Proofs that do not need the node's agent, so that what it still has to tell comes after them."""
+
+LAST_WORDS_S = 10.0
+"""So long a node that returned is listened to before the next generation is planned without it."""
+
 PROOF_WORDS = {
     ProofKind.CGROUP_EMPTY: "its control group is empty",
     ProofKind.PROC_SCAN_EMPTY: "no process carries its mark",
@@ -46,6 +57,26 @@ def next_lease_end(situation: Situation, *, except_generation: int | None = None
     ]
     known = [end for end in ends if end is not None]
     return max(known) if known and len(known) == len(ends) else None
+
+
+def nodes_with_last_words(situation: Situation, now: float, *, except_generation: int | None = None) -> tuple[str, ...]:
+    """Nodes in contact on which a generation is fenced without their own word, and that may just be telling of it.
+
+    A node that returns has its facts in an outbox: steps and checkpoints that the next plan should know of come before
+    its own proof of the stop. They are waited for, but not for long.
+    """
+    here = {node.name for node in situation.fleet.nodes if node.contact is Contact.SEEN}
+    return tuple(
+        share.node
+        for generation in situation.generations
+        if generation.number != except_generation and generation.run_ordered
+        for share in generation.shares
+        if share.node in here
+        and share.proof is not None
+        and share.proof.kind in _WITHOUT_ITS_WORD
+        and not share.confirmed
+        and now - (share.proof.recorded_at or share.proof.at) < LAST_WORDS_S
+    )
 
 
 def boot_proof(*, node: str, generation: int, ran_in: str, boot_id: str, at: float) -> FenceProof | None:

@@ -14,7 +14,7 @@ from recovery.domain.commands import cancel, obey
 from recovery.domain.continuity import VerdictKind
 from recovery.domain.endings import recovered
 from recovery.domain.failures import diagnosed, failure_of, first_hand_cause, second_look, told_exits
-from recovery.domain.fences import lease_proofs, proof_entry, proofs_of
+from recovery.domain.fences import lease_proofs, nodes_with_last_words, proof_entry, proofs_of
 from recovery.domain.generations import AssignmentPhase, GenerationView
 from recovery.domain.incident import CauseKind, Incident, IncidentState
 from recovery.domain.instructions import (
@@ -91,7 +91,7 @@ def _stopping(incident: Incident, situation: Situation, now: float) -> Outcome:
     proofs = lease_proofs(situation, now, except_generation=keep)
     if proofs:
         return Outcome(incident=incident, instructions=proofs)
-    if unfenced:
+    if unfenced or nodes_with_last_words(situation, now, except_generation=keep):
         return plan_ahead(incident, situation, now)
     gone = [g for g in situation.generations if g.run_ordered and g.number != keep]
     last = max(gone, key=lambda generation: generation.number, default=None)
@@ -126,6 +126,9 @@ def _placing(incident: Incident, situation: Situation, now: float) -> Outcome:
         return Outcome(incident=incident)
     if not generation.prepared or situation.unfenced_before(generation.number):
         return Outcome(incident=incident)
+    if is_stale(incident.plan, incident, situation):
+        # A node that came back after its fence has told of more.
+        return plan_afresh(incident, situation, now)
     difference = fingerprint_difference(generation.shares)
     if difference:
         return escalate(incident, situation, now, f"The nodes do not agree on the job: {difference}.")

@@ -58,7 +58,7 @@ def _submit(system: RunningSystem) -> None:
     script = PROJECT / "examples" / "train_tiny_gpt.py"
     spec = {
         "name": "alone",
-        "argv": [sys.executable, str(script), "--steps", "100000", "--save-every", "60", "--leave-child"],
+        "argv": [sys.executable, str(script), "--steps", "100000", "--save-every", "40", "--leave-child"],
         "working_directory": str(PROJECT),
         "environment": {"EVERSTEP_BEATS": "1"},
         "nodes": 1,
@@ -99,7 +99,7 @@ def _cut(system: RunningSystem, witness: Witness, result: dict[str, Any]) -> lis
 
 def _gone(system: RunningSystem, witness: Witness, result: dict[str, Any]) -> list[str]:
     """Agent, runner and rank die together; only a human can say that they did."""
-    job = steady_job(system, least_saved_step=60)
+    job = steady_job(system, least_saved_step=40)
     node, generation = job["nodes"][0], job["generation"]
     asked_at = time.time()
     tell(f"Killing all of {node} ...")

@@ -22,10 +22,12 @@ def trained() -> Iterator[tuple[RunningSystem, Witness]]:
     assert system.leftovers() == {}
 
 
-@pytest.mark.parametrize("kind", ["restart-agent", "partition", "server-down"])
-def test_loses_no_step_and_no_event_by(trained: tuple[RunningSystem, Witness], kind: str) -> None:
+@pytest.mark.parametrize(("kind", "seconds"), [("restart-agent", None), ("partition", 10.0), ("server-down", 12.0)])
+def test_loses_no_step_and_no_event_by(
+    trained: tuple[RunningSystem, Witness], kind: str, seconds: float | None
+) -> None:
     result: dict[str, Any] = {}
-    wrong = check_drill(*trained, kind, result=result)
+    wrong = check_drill(*trained, kind, result=result, duration_s=seconds)
     assert wrong == []
     assert (result["drill"], result["steps_lost"], result["events_lost"], result["incidents"]) == ("passed", 0, 0, 0)
     assert result["steps_checked"] > 100

@@ -214,15 +214,14 @@ class _Draft:
 
 _KINDS = {
     "kill_rank": 14, "exit_rank": 6, "kill_two_ranks": 4, "kill_twice": 8, "kill_in_between": 5, "blind_launch": 2,
-    "break_and_kill": 2, "lose_contact": 6, "restart_agent": 3,
-    "reboot": 3, "stuck_stop": 2, "unhealthy": 4, "cordon": 2, "slow_prepare": 2, "prepare_fails": 4,
-    "refuse_policy": 1, "busy_port": 4, "silent_runner": 2, "runner_dies": 3, "worker_dies_before_save": 4,
-    "worker_dies_after_save": 4, "repeat_advance": 4, "command": 8, "stop_job": 3, "crash_at_step": 3,
-    "break_continuity": 4, "exit_last": 2, "mismatch": 1,
-    "freeze": 8, "isolate": 6, "kill_agent": 5, "power_off": 5, "half_open": 2, "cut_while_training": 8,
-    "isolate_and_kill": 8, "cut_and_kill": 8, "cut_while_launching": 6, "cut_and_stop": 3, "freeze_twice": 4, "lose_two": 4, "cut_many": 3, "web_restarts": 3,
-    "web_stalls": 3, "database_away": 3, "rearm": 3, "attest": 3, "attest_falsely": 2, "provider": 3,
-    "restore_backup": 2,
+    "break_and_kill": 2, "lose_contact": 6, "restart_agent": 3, "reboot": 3, "stuck_stop": 2, "unhealthy": 4,
+    "cordon": 2, "slow_prepare": 2, "prepare_fails": 4, "refuse_policy": 1, "busy_port": 4, "silent_runner": 2,
+    "runner_dies": 3, "worker_dies_before_save": 4, "worker_dies_after_save": 4, "repeat_advance": 4, "command": 8,
+    "stop_job": 3, "crash_at_step": 3, "break_continuity": 4, "exit_last": 2, "mismatch": 1, "freeze": 8,
+    "isolate": 6, "kill_agent": 5, "power_off": 5, "half_open": 2, "cut_while_training": 8, "isolate_and_kill": 8,
+    "cut_and_kill": 8, "cut_while_launching": 6, "cut_and_stop": 3, "freeze_twice": 4, "lose_two": 4, "cut_many": 3,
+    "web_restarts": 3, "web_stalls": 3, "database_away": 3, "rearm": 3, "attest": 3, "attest_falsely": 2,
+    "provider": 3, "restore_backup": 2,
 }  # fmt: skip
 
 

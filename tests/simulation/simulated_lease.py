@@ -18,7 +18,10 @@ class NodeLease:
     """Looks are made at each sign and when the limit has passed: the others that a runner makes change nothing."""
 
     def __init__(self, *, now: float, drift: float, limits: LeaseLimits, contact_at: float) -> None:
-        """drift: by how much the node's clock runs fast; 0.01 is one hundredth."""
+        """drift: by how much the node's clock runs fast; 0.01 is one hundredth. contact_at: 0 where none is known.
+
+        A runner that is started long after the last contact must find its lease run out.
+        """
         self._drift = drift
         self._terms = Terms(
             setup_s=limits.setup_s,
@@ -28,8 +31,9 @@ class NodeLease:
             evaluation_s=limits.evaluation_s,
         )
         self._contact_ns = self._ns(contact_at)
-        self._mine = Progress(at_ns=self._ns(now), phase=Phase.SETUP, steps=0)
-        self._held = Held(sign_ns=self._ns(now), limit_ns=longest_limit_ns([self._mine], self._terms))
+        self._mine = Progress(at_ns=0, phase=Phase.SETUP, steps=0)
+        first_ns = self._contact_ns if contact_at else self._ns(now)
+        self._held = Held(sign_ns=first_ns, limit_ns=longest_limit_ns([self._mine], self._terms))
         self.expired = False
 
     def contact(self, at: float) -> None:

@@ -95,9 +95,10 @@ class SimulatedMachines:
             self.leases[node, key] = NodeLease(
                 now=self.time.now, drift=machine.drift, limits=plan.lease, contact_at=machine.contact_at
             )
-        self.starting[node, key] += 1
-        if (node, key) in self.leases:
             self._look(node, key)
+            if self.leases[node, key].expired:
+                self.killed.add((node, key))
+        self.starting[node, key] += 1
         self.time.after(self.rng.uniform(0.05, 0.8), lambda: self._started(node, plan))
 
     def _started(self, node: str, plan: RecoveryPlan) -> None:
@@ -107,6 +108,7 @@ class SimulatedMachines:
             return
         self.starting[node, key] -= 1
         if (node, key) in self.killed:
+            self.agents[node].runner_ended(key)
             return
         training = self.trainings.get(key) or self._new_training(key, plan)
         first = plan.nodes.index(node) * plan.ranks_per_node

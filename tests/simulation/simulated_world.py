@@ -556,6 +556,7 @@ class SimulatedWorld:
         if not (self.web.listens and self.server.database_up):
             self._connect_later(self.agents[node])
             return None
+        self.machines.nodes[node].contact_at = self.time.now
         highest = {job: high.generation for job, high in self.agents[node].high.items()}
         acknowledged = self.ingest.begin_session(
             node, boot_id=self.boot_id(node), observer=self.web.name, highest=highest

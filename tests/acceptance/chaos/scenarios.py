@@ -23,6 +23,7 @@ from demo_check.system import HarnessError, RunningSystem, steady_job, unix_seco
 from demo_check.witness import Witness
 
 from tests.servers.broker import Broker
+from tests.servers.postgresql import Postgresql
 
 STATES = ("detected", "stopping", "placing", "launching", "verifying")
 BEFORE = tuple(f"incident.{state}.before_save" for state in STATES)
@@ -169,11 +170,64 @@ class WorkerKiller:
             time.sleep(0.002)
 
     def _kill_worker(self) -> None:
-        pid = self._system.service_pid("celery -A dashboard.celery worker")
+        pid = self._system.service_pid(SERVICES["worker"])
         if pid is not None:
             self.kills += 1
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+
+SERVICES = {
+    "web": "uvicorn dashboard.asgi:application",
+    "worker": "celery -A dashboard.celery worker",
+    "beat": "celery -A dashboard.celery beat",
+}
+"""What tells a service's process by its command line."""
+
+
+def kill_services(*names: str, redis_too: bool = False) -> Callable[[ChaosSystem, str], None]:
+    """SIGKILL for these services at once, in mid-recovery; their supervisor starts them again."""
+
+    def disturb(chaos: ChaosSystem, job: str) -> None:
+        chaos.await_mid_recovery(job)
+        pids = [chaos.system.service_pid(SERVICES[name]) for name in names]
+        for pid in pids:
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+        if redis_too:
+            chaos.broker.stop()
+            time.sleep(5.0)
+            chaos.broker.start()
+
+    return disturb
+
+
+def fill_redis(seconds: float) -> Callable[[ChaosSystem, str], None]:
+    """Redis takes no writes for so long, from mid-recovery on."""
+
+    def disturb(chaos: ChaosSystem, job: str) -> None:
+        chaos.await_mid_recovery(job)
+        chaos.broker.fill()
+        try:
+            time.sleep(seconds)
+        finally:
+            chaos.broker.empty()
+
+    return disturb
+
+
+def restart_postgresql(server: Postgresql, *, away_s: float) -> Callable[[ChaosSystem, str], None]:
+    """The database's server is killed in mid-recovery and comes back after a while."""
+
+    def disturb(chaos: ChaosSystem, job: str) -> None:
+        chaos.await_mid_recovery(job)
+        server.stop()
+        try:
+            time.sleep(away_s)
+        finally:
+            server.start()
+
+    return disturb
 
 
 def flush_redis(chaos: ChaosSystem, job: str) -> None:
@@ -199,14 +253,15 @@ def stop_redis(seconds: float) -> Callable[[ChaosSystem, str], None]:
 
 
 @contextlib.contextmanager
-def chaos_system() -> Iterator[ChaosSystem]:
-    """Everything running, with a job that trains."""
-    with Broker() as broker:
+def chaos_system(*, broker_program: Path | None = None, database_url: str = "") -> Iterator[ChaosSystem]:
+    """Everything running, with a job that trains; on Valkey and SQLite unless told otherwise."""
+    with Broker(broker_program) as broker:
         failpoints = broker.folder / "failpoints"
         failpoints.mkdir()
         environment = {
             "EVERSTEP_BEATS": "1",
             "EVERSTEP_REDIS_URL": broker.url,
+            "EVERSTEP_DATABASE_URL": database_url,
             "EVERSTEP_FAILPOINTS": str(failpoints),
         }
         with RunningSystem(environment=environment) as system, Witness(system.agents) as witness:

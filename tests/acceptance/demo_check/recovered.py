@@ -15,14 +15,14 @@ from demo_check.rest import RestError
 from demo_check.system import HarnessError, RunningSystem, order_drill, steady_job, unix_seconds
 from demo_check.witness import Witness, marked_processes
 
-LEAST_SAVED_STEP = 100
+LEAST_SAVED_STEP = 50
 STEPS_AFTER_SAVE = 8
 RECOVERED_WITHIN_S = 150.0
 """A silent node costs 45 s before anything may be relaunched; the rest is what a busy machine takes to start torch."""
 DRILL_LIMIT_S = 240.0
 FORGOTTEN_AFTER_S = 30.0
 """A longer step than usual counts for the detection of stalls for about this long."""
-SLACK_S = 15.0
+SLACK_S = 12.0
 BACK_WITHIN_S = 45.0
 """An agent that was cut off tries again after 30 s at most."""
 

@@ -24,10 +24,16 @@ ARRIVES_WITHIN_S = 20.0
 
 
 def check_unharmed(
-    system: RunningSystem, witness: Witness, kind: str, *, result: dict[str, Any], tell: Callable[[str], None]
+    system: RunningSystem,
+    witness: Witness,
+    kind: str,
+    *,
+    duration_s: float | None,
+    result: dict[str, Any],
+    tell: Callable[[str], None],
 ) -> list[str]:
     """One drill from the order to its end. Fills `result`; returns what is wrong."""
-    job = steady_job(system, least_saved_step=25)
+    job = steady_job(system, least_saved_step=0)
     generation = job["generation"]
     pids = {
         story.rank: story.pid
@@ -36,7 +42,7 @@ def check_unharmed(
     }
     tell(f"Job {job['id']} is at step {job['last_step']}; ordering a drill: {kind} ...")
     asked_at = time.time()
-    body = {"kind": kind, "job": job["id"], "duration_s": DURATIONS_S[kind]}
+    body = {"kind": kind, "job": job["id"], "duration_s": duration_s}
     sight = Sight(system, kind, node=job["nodes"][-1])
     drill = order_drill(system, body, key=str(uuid.uuid4()))
     drill = _follow(system, drill["id"], sight, tell)
