@@ -11,7 +11,7 @@ SCHEDULES ?= 500
 SCRATCH := EVERSTEP_HOME=$(CURDIR)/.venv/scratch
 
 .PHONY: help install demo demo-check drills single-node check check-format check-lint check-types check-imports \
-	check-unit test proof chaos simulate openapi lock clean
+	check-unit test proof chaos simulate silence openapi lock clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
@@ -39,7 +39,8 @@ drills: install ## every kind of drill, one after the other on one running syste
 single-node: install ## a job on one node: cut off while it trains on, then gone for good until an operator attests it
 	@PYTHONPATH=tests/acceptance KEEP=$(KEEP) $(BIN)/python -m single_node
 
-chaos: install ## drills while workers die at named places, and Redis is flushed and gone. SEED=1
+chaos: install ## drills while web, worker, beat, Redis, PostgreSQL die, alone and together. SEED=1
+	@.ci/apt
 	@PYTHONPATH=tests/acceptance SEED=$(SEED) $(BIN)/python -m chaos
 
 check: $(VENV) ## format, lint, types, imports and unit tests, in under a minute
@@ -71,6 +72,9 @@ proof: install ## every long proof in full, one table at the end (about half an 
 
 simulate: $(VENV) ## the pure machine against a simulated fleet under random faults. SCHEDULES=500 SEED=1 BUG=no-fence
 	@$(BIN)/python tests/simulation/simulate.py --schedules $(SCHEDULES) --seed $(SEED) $(if $(BUG),--plant $(BUG))
+
+silence: $(VENV) ## 24 node-days of heartbeats with losses and pauses: none falsely lost, real silences found. SEED=1
+	@$(BIN)/python tests/simulation/silence.py --seed $(SEED)
 
 openapi: $(VENV) ## write docs/openapi.json
 	@$(SCRATCH) $(BIN)/python manage.py export_openapi

@@ -44,6 +44,7 @@ def planted(bug: str, words: str, *, target: str = "demo-check") -> Proof:
 PROOFS = [
     Proof("simulated schedules", ["simulate", "SCHEDULES=2000"], ["schedules", "faults", "violations"]),
     planted("no-fence", '"plant": "no-fence"', target="simulate"),
+    Proof("24 node-days of heartbeats", ["silence"], ["false_lost", "silences", "detect_p50_s", "detect_p99_s"]),
     Proof("demo-check", ["demo-check"], ["state", "continuity", "steps_lost", "steps_compared", "caught_up_s"]),
     planted("optimizer", "the optimizer was not restored"),
     planted("scheduler", "the scheduler was not restored"),

@@ -12,8 +12,9 @@ from recovery.domain.lineage import NoCheckpoint, ParentChoice, choose_parent, r
 from recovery.domain.moves import Outcome, move, stop_all
 from recovery.domain.placement import NoCapacity, Placed, choose_as_many, possible_sizes
 from recovery.domain.plan import RecoveryPlan
+from recovery.domain.silence import Contact
 from recovery.domain.situation import Situation
-from recovery.domain.timeline import Entry, EntryKind
+from recovery.domain.timeline import Entry, EntryKind, join_names
 
 S = IncidentState
 
@@ -55,6 +56,9 @@ def best_parent(incident: Incident, situation: Situation) -> ParentChoice | NoCh
 def _place(incident: Incident, situation: Situation) -> Placed | NoCapacity:
     broken = situation.generation(incident.broken_generation)
     keep = broken.plan.nodes if broken else ()
+    unknown = tuple(name for name in keep if _is_unobserved(name, situation))
+    if unknown:  # it may be back in a moment: no survivor loses its rank, and no job shrinks, for what is not known
+        return NoCapacity(reason=f"nothing is known of {join_names(unknown)} right now.", missing=len(unknown))
     avoided = (*incident.excluded_nodes, *incident.avoided_nodes)
     job = situation.job
     sizes = possible_sizes(most=job.node_count, least=job.min_nodes, multiple_of=job.multiple_of)
@@ -72,6 +76,11 @@ def _place(incident: Incident, situation: Situation) -> Placed | NoCapacity:
         if isinstance(placed, Placed):
             break
     return placed
+
+
+def _is_unobserved(name: str, situation: Situation) -> bool:
+    node = situation.fleet.node(name)
+    return node is not None and node.contact is Contact.UNOBSERVED
 
 
 def _adopt(incident: Incident, plan: RecoveryPlan, now: float) -> Outcome:

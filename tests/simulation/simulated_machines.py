@@ -40,6 +40,7 @@ class Machine:
     powered: bool = True
     frozen: int = 0
     """How many things hold its processes in SIGSTOP right now."""
+    thawed_at: float = 0.0
     cut_off: int = 0
     """How many things cut its ranks from all others."""
     boots: int = 1
@@ -175,6 +176,7 @@ class SimulatedMachines:
         machine.frozen = max(0, machine.frozen - 1)
         if machine.frozen:
             return
+        machine.thawed_at = self.time.now
         for training in self._trainings_on(node):
             training.thaw(node)
         for where, lease in self.leases.items():
@@ -279,15 +281,20 @@ class SimulatedMachines:
     # --- Judging ---
 
     def acting_ranks(self, node: str, key: Key) -> list[int]:
-        """Ranks that are there and not frozen: those a fence must be true of."""
-        return [] if self.nodes[node].frozen else self._ranks_on(node, key)
+        """Ranks that are there and could do something: those a fence must be true of.
+
+        A node that has just thawed kills those whose lease ran out meanwhile; until then their own look holds them.
+        """
+        machine = self.nodes[node]
+        thawing = self.time.now - machine.thawed_at <= LOOK_INTERVAL_S + KILL_WITHIN_S and not self.may_act(key, node)
+        return [] if machine.frozen or thawing else self._ranks_on(node, key)
 
     def check_living(self) -> None:
         living = [
             LivingRank(job=key[0], generation=key[1], node=training.plan.node_of(rank), rank=rank)
             for key, training in self.trainings.items()
             for rank in training.alive
-            if not self.nodes[training.plan.node_of(rank)].frozen and not self._lied_about(key)
+            if rank in self.acting_ranks(training.plan.node_of(rank), key) and not self._lied_about(key)
         ]
         for violation in violations_among_living(living):
             self.report(violation)

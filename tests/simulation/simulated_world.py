@@ -14,7 +14,7 @@ from simulated_agent import Fact, Order, SimulatedAgent
 from simulated_ingest import SimulatedIngest
 from simulated_machines import JobFaults, Machine, SimulatedMachines
 from simulated_server import SWEEP_S, JobRow, NodeRow, SimulatedServer
-from simulated_strays import SimulatedStrays
+from simulated_strays import CONCLUDES_AFTER_S, SimulatedStrays
 from simulated_training import Crash
 from simulated_web import BEAT_S, Caller, SimulatedWeb
 from truth import Truth
@@ -179,12 +179,19 @@ class SimulatedWorld:
         if not self.schedule.operator_attests:
             return
         for job in self._jobs():
+            if job.behind_since is not None and self._is_told(job):
+                # Part of a generation is left of which the rows know nothing: it cannot be taken over.
+                self.server.stop_job(job.id)
             row = job.open_incident
             if row is None or row.incident.state is not IncidentState.WAITING_FOR_FENCE:
                 continue
             if self.time.now - row.incident.state_since > 30.0:
                 for node in self._unproven(job):
                     self._switch_off_and_say_so(node, ProofKind.ATTESTATION)
+
+    def _is_told(self, job: JobRow) -> bool:
+        """A human was paged for a job that lies behind what its agents know."""
+        return self.time.now - (job.behind_since or self.time.now) > 1.5 * CONCLUDES_AFTER_S
 
     @staticmethod
     def _unproven(job: JobRow) -> list[str]:
@@ -248,7 +255,7 @@ class SimulatedWorld:
             self.server.command(job.id, Command.RETRY)
             return False
         if job.behind_since is not None:
-            return False
+            return not self.schedule.operator_attests and self._is_told(job)
         if row is None and job.ended:
             return not any(node.claimed_by == job.id for node in self.server.nodes.values())
         return row is None and job.state is JobState.PENDING and self._lacks_nodes(job)
