@@ -11,7 +11,7 @@ SCHEDULES ?= 500
 SCRATCH := EVERSTEP_HOME=$(CURDIR)/.venv/scratch
 
 .PHONY: help install demo demo-check drills single-node check check-format check-lint check-types check-imports \
-	check-unit test proof chaos simulate silence openapi lock clean
+	check-unit test test-parts test-systems proof chaos simulate silence openapi lock clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
@@ -43,8 +43,7 @@ chaos: install ## drills while web, worker, beat, Redis, PostgreSQL die, alone a
 	@.ci/apt
 	@PYTHONPATH=tests/acceptance SEED=$(SEED) $(BIN)/python -m chaos
 
-check: $(VENV) ## format, lint, types, imports and unit tests, in under a minute
-	@$(MAKE) --no-print-directory --output-sync=target -j2 check-types check-unit check-format check-lint check-imports
+check: $(VENV) check-format check-lint check-types check-imports check-unit ## format, lint, types, imports, unit tests
 
 check-format: $(VENV)
 	@$(BIN)/ruff format --check --quiet . || { echo 'Run: .venv/bin/ruff format .' >&2; exit 1; }
@@ -63,8 +62,21 @@ check-unit: $(VENV)
 
 test: install ## all tests; those of rows and broker also on PostgreSQL and Redis. Installs from apt what is missing
 	@.ci/apt
+ifdef ARGS
 	@$(BIN)/pytest $(ARGS)
-	@EVERSTEP_TEST_SERVERS=production $(BIN)/pytest $(or $(ARGS),tests/integration) || [ $$? = 5 ] # 5: ARGS chose none
+	@EVERSTEP_TEST_SERVERS=production $(BIN)/pytest $(ARGS) || [ $$? = 5 ] # 5: ARGS chose none of those
+else
+	@$(MAKE) --no-print-directory check-unit
+	@$(MAKE) --no-print-directory -j2 test-parts test-systems
+endif
+
+# Two lanes side by side, since most of these tests wait: for leases to run out, for processes to start and to die.
+test-parts: install
+	@$(BIN)/pytest -q tests/integration tests/simulation
+
+test-systems: install
+	@$(BIN)/pytest -q tests/acceptance tests/browser
+	@EVERSTEP_TEST_SERVERS=production $(BIN)/pytest -q tests/integration
 
 proof: install ## every long proof in full, one table at the end (about half an hour). SEED=1
 	@.ci/apt

@@ -10,12 +10,13 @@ from dataclasses import fields
 from typing import Any
 
 from django.db import transaction
+from django.db.models import F
 
 from recovery.domain.instructions import JOB_ENDS, JobState
 from recovery.domain.plan import LeaseLimits
 from recovery.errors import CommandRefused, JobRefused, NotFound
 from recovery.ids import fresh_id
-from recovery.models import Job
+from recovery.models import Job, Node
 from recovery.wakeup import announce_change, ask_to_advance
 
 MAX_SPEC_TEXT = 4000
@@ -52,6 +53,8 @@ def stop_job(job_id: str, *, by: str) -> Job:
         if job.state in {state.value for state in JOB_ENDS}:
             raise CommandRefused(f"Job {job.name} has already ended ({job.state}): there is nothing to stop.")
         Job.objects.filter(pk=job_id).update(stop_wanted=True, reason=f"stop asked for by {by}")
+        # What agents run of it that is not known here (see `strays`) has to go too.
+        Node.objects.filter(strays__job=job).update(revision=F("revision") + 1)
         incident = job.incidents.filter(ended=False).first()
         if incident is not None:
             ask_to_advance(incident=incident.pk)

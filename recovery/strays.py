@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import msgspec
 from django.db import transaction
-from django.db.models import F, Max
+from django.db.models import F, Max, Q
 
 from agents.protocol.messages import Assignment, AssignmentPhase, AssignmentReport, LaunchSpec, SeenPhase
 from recovery.domain.incident import Incident, IncidentState
@@ -245,9 +245,10 @@ def _adopt(job: Job, plan: RecoveryPlan, shares: list[Stray]) -> None:
     )
     older = GenerationRow.objects.filter(job=job, number__lt=plan.generation)
     older.exclude(wanted=AssignmentPhase.STOP.value).update(wanted=AssignmentPhase.STOP.value, stop_ordered_at=now)
-    Node.objects.filter(claimed_by=job).exclude(name__in=plan.nodes).update(claimed_by=None)
+    # Nodes that it held before are given back by the job's own look, once they are proven empty.
     Node.objects.filter(name__in=plan.nodes).update(claimed_by=job)
-    Node.objects.filter(shares__generation__job=job).update(revision=F("revision") + 1)
+    told = Q(shares__generation__job=job) | Q(strays__job=job)
+    Node.objects.filter(told).update(revision=F("revision") + 1)
     Stray.objects.filter(job=job, number=plan.generation).delete()
     _end_incident(job, plan, now)
     Job.objects.filter(pk=job.pk).update(

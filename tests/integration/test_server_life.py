@@ -34,6 +34,8 @@ BACK_WITHIN_S = 60.0
 DATABASE_AWAY_S = 12.0 if PRODUCTION else 20.0
 """SQLite gives up a wait for its lock after 20 s; PostgreSQL refuses at once."""
 FROZEN_S = 12.0
+BROKER_FULL_S = 7.0
+"""The worker writes to the broker at least every 5 s: by then it has met the refusal."""
 GRANT_S = 5.0
 """After its last word to the database, the web process grants leases for 3 s; replies take a moment."""
 
@@ -252,7 +254,7 @@ def everything_is_stored_once(of: World) -> None:
     of.fleet.training = False
     try:
         boxes = [agent.outbox for agent in of.fleet.agents.values()]
-        of.plane.wait_until(lambda: not any(len(box) for box in boxes), what="all facts to be stored", limit_s=40)
+        of.plane.wait_until(lambda: not any(len(box) for box in boxes), what="all facts to be stored", limit_s=90)
         held = of.database.rows(
             "SELECT job_id, generation_number, COUNT(*) FROM recovery_steprow GROUP BY job_id, generation_number"
         )
@@ -294,6 +296,7 @@ def the_broker_is_full(of: World) -> None:
     before = of.generation(job)
     of.broker.fill()
     try:
+        time.sleep(BROKER_FULL_S)
         of.fleet.kill_rank(job)
         of.wait_until_recovered(job, before + 1)
     finally:

@@ -633,6 +633,9 @@ class SimulatedServer:
         job = self.jobs[job_id]
         if not job.ended:
             job.stop_wanted = True
+            for name, node in self.nodes.items():
+                node.revision += 1
+                self.push(name)
             self.advance(job_id)
 
     # --- Incidents and proofs ---
