@@ -53,9 +53,7 @@ def lease_ends_at(
         _is_settled(rank.resumed_step, rank.last_step) for rank in mine
     )
     limit_s = longest_limit_s(limits, settled=settled)
-    # A node that thawed may have finished the step in hand: what is known of its own progress has renewed it too.
-    progress = [rank.progress_seen_at or rank.progress_at or 0.0 for rank in mine]
-    return max(node.heard_at_most, stopped_at, *progress) + limit_s * (1 + DRIFT) + MARGIN_S
+    return max(node.heard_at_most, stopped_at) + limit_s * (1 + DRIFT) + MARGIN_S
 
 
 def peer_stopped_at(share: ShareView, generation: GenerationView) -> float | None:
