@@ -52,7 +52,7 @@ PROOFS = [
     planted("ghost", "a process of generation 1 outlived the stop"),
     Proof("drills of every kind", ["drills"], ["drills", "passed", "slowest_s"]),
     Proof("a job on a single node", ["single-node"], ["cut", "steps_lost", "gone", "fence", "overlap_margin_s"]),
-    Proof("dying workers, Redis gone", ["chaos"], ["scenarios", "recovered", "worker_kills", "slowest_s"]),
+    Proof("dying servers, Redis gone or full", ["chaos"], ["scenarios", "recovered", "worker_kills", "slowest_s"]),
 ]
 
 

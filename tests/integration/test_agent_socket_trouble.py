@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from agents.protocol.messages import GpuSample, GpuSamples, Heartbeat, HeartbeatReply, Order
-from dashboard.consumers import agents as consumer
+from dashboard.consumers import connection as consumer
 from recovery import orders
 from recovery.models import Node
 from tests.integration.test_agent_socket import Peer, call, credential

@@ -9,7 +9,7 @@ import pytest
 from django.db import transaction
 
 from agents.protocol.messages import Order
-from dashboard.consumers import agents as consumer
+from dashboard.consumers import fleet
 from recovery import jobs, wakeup
 from recovery.models import Node
 from tests.integration.test_agent_socket import Peer, call, credential
@@ -52,7 +52,7 @@ def test_full_broker_fails_no_transaction(broker: Broker) -> None:
 
 
 async def test_order_is_pushed_at_once(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(consumer, "LOOK_EVERY_S", 30.0)
+    monkeypatch.setattr(fleet, "LOOK_EVERY_S", 30.0)
     peer = await Peer(await credential()).open()
     await peer.receive(Order)
     await asyncio.sleep(0.5)  # until it listens

@@ -11,7 +11,7 @@ import pytest
 from django.db import OperationalError
 
 from agents.protocol.messages import Heartbeat, HeartbeatReply, Order
-from dashboard.consumers import agents as consumer
+from dashboard.consumers import fleet as consumer
 from recovery import sessions
 from recovery.domain.silence import Contact
 from recovery.models import Node, Observer

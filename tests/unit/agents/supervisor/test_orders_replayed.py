@@ -20,6 +20,7 @@ from agents.supervisor.orders import Act, Key, Known, reconcile
 
 P, S = AssignmentPhase, SeenPhase
 JOBS = ("j", "k")
+SLOTS = 16
 ENDED = (S.STOPPED, S.PREPARE_FAILED, S.REFUSED)
 Order = tuple[Assignment, ...]
 
@@ -76,7 +77,7 @@ class Node:
     def act(self) -> None:
         """Once, as the daemon does when an order comes or a run has changed."""
         before = self.store.jobs
-        result = reconcile(self.wanted, known=self.known, high=before, slots=len(JOBS))
+        result = reconcile(self.wanted, known=self.known, high=before, slots=SLOTS)
         for job, high in before.items():
             assert result.high[job].generation >= high.generation
             assert result.high[job].stopped >= high.stopped
@@ -160,7 +161,7 @@ def history(counts: Sequence[int], *, remembered: int, first: Sequence[int] = (1
     A stop stays in an order until it is proven, so that only the last few older generations are named.
     """
     orders: list[Order] = []
-    present: dict[str, Order] = {job: () for job in JOBS}
+    present: dict[str, Order] = dict.fromkeys(JOBS, ())
     for turn in range(max(counts)):
         for job, count, start in zip(JOBS, counts, first, strict=True):
             if turn >= count:
@@ -226,7 +227,12 @@ def test_orders_of_a_restored_backup_end_where_a_server_that_never_lost_its_rows
             node.settle()
         # The server goes on from its old rows: it wants what was, and plans numbers that are taken.
         taken = {one.job: one for one in restored[-1] if one.phase is not P.STOP}
-        rivals = tuple(assignment(P.RUN, job, one.generation + 1, f"rival-{job}") for job, one in taken.items())
+        known = {high.job: high.generation for high in node.store.for_hello()}
+        rivals = tuple(
+            assignment(P.RUN, job, one.generation + 1, f"rival-{job}")
+            for job, one in taken.items()
+            if one.generation < known[job]
+        )
         before = frozenset(node.processes)
         live_through(node, [*restored, rivals], data)
         assert node.processes <= before, "nothing of the lost past, and no rival, is started"
