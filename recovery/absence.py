@@ -1,8 +1,8 @@
-"""Time in which nobody looked counts for nothing: after an absence of the control plane, deadlines move by its length.
+"""Time in which nobody looked or listened counts for nothing: after such an absence deadlines move by its length.
 
-The sweep and the tasks say that they are there before they decide anything. Without this, the first look after an
-outage would find every limit overdue and stop launches that went well, while what the agents have to tell is on its
-way.
+The sweep and the tasks say that they are there before they decide anything; without a web process that hears agents the
+sweep does not look. Without this, the first look after an outage would find every limit overdue and stop launches that
+went well, while what the agents have to tell is on its way.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from django.db.models import F, Value
 from django.db.models.functions import Least
 
 from recovery.domain.instructions import JobState
-from recovery.models import Claim, Drill, IncidentRow, Job
+from recovery.models import Claim, Drill, IncidentRow, Job, Observer
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +24,13 @@ AWAY_AFTER_S = 30.0
 RECONNECT_S = 40.0
 """Until the agents are back and have told what they could not tell: their longest pause between tries is 30 s."""
 _NOTED_EVERY_S = 1.0
+DEAF_AFTER_S = 15.0
+"""Web processes beat each second. Longer than silence is judged by: nothing is decided at all then."""
+
+
+def somebody_listens() -> bool:
+    """Whether a web process hears agents. If none does, orders reach nobody and limits run out unseen."""
+    return Observer.objects.filter(beat_at__gt=time.time() - DEAF_AFTER_S).exists()
 
 
 def note_presence() -> None:

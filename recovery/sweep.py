@@ -48,8 +48,11 @@ def sweep_if_due() -> bool:
     if not taken:
         return False
     try:
-        absence.note_presence()
-        sweep()
+        if absence.somebody_listens():
+            absence.note_presence()
+            sweep()
+        else:
+            log.warning("sweep: no web process hears agents; nothing is decided before one does")
     finally:
         Claim.objects.filter(name="sweep", holder=holder).update(until=0.0, last_done_at=time.time())
     return True

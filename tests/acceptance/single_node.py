@@ -165,14 +165,18 @@ def _refused_unless_confirmed(system: RunningSystem, body: dict[str, Any]) -> No
 
 def _await_waiting(system: RunningSystem, job: str, *, since: float) -> dict[str, Any]:
     """The job's fresh incident, once it waits for a fence."""
+    seen: list[dict[str, Any]] = []
 
     def waiting() -> dict[str, Any] | None:
-        for one in system.rest.items(f"incidents?job={job}"):
-            if unix_seconds(one["opened_at"]) > since and one["state"] == "waiting_for_fence":
-                return one
-        return None
+        seen[:] = [one for one in system.rest.items(f"incidents?job={job}") if unix_seconds(one["opened_at"]) > since]
+        return next((one for one in seen if one["state"] == "waiting_for_fence"), None)
 
-    found: dict[str, Any] = system.wait_until(waiting, what="an incident that waits for a fence", limit_s=90)
+    try:
+        found = system.wait_until(waiting, what="an incident that waits for a fence", limit_s=90)
+    except HarnessError as error:
+        (drill, *_) = system.rest.items(f"drills?job={job}")
+        words = "; ".join(f"{one['id']} is {one['state']}" for one in seen) or "there is no incident"
+        raise HarnessError(f"{error} The drill is {drill['state']} ({drill['detail']}); {words}.") from error
     tell(f"Incident {found['id']} waits for a fence, {time.time() - since:.0f} s after the drill was ordered.")
     return found
 

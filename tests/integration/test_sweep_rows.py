@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 from django.db import OperationalError
+from django.db.models import F
 
-from recovery import engine, jobs, sweep
+from recovery import absence, engine, jobs, sweep
 from recovery.actuators import Conflict
-from recovery.models import Job, Node
+from recovery.models import Claim, Job, Node, Observer
 from tests.fakes.told_fleet import ToldFleet
 from tests.integration.test_recovery_pipeline import SPEC
 
@@ -47,6 +48,26 @@ def test_jobs_of_one_sweep_look_at_one_fleet_and_still_share_no_node() -> None:
     sweep.sweep()
     assert {Job.objects.get(pk=job.pk).state for job in (first, second)} == {"placing"}
     assert Node.objects.filter(claimed_by=first).count() == Node.objects.filter(claimed_by=second).count() == 2
+
+
+def test_limits_run_on_for_nobody_while_no_web_process_hears_agents() -> None:
+    job = jobs.submit_job(SPEC, owner="tests")
+    fleet = ToldFleet.of(job.id, "gpu-01", "gpu-02")
+    engine.advance_job(job.id)
+    deaf_s = absence.DEAF_AFTER_S + 600.0
+    for rows, fields in (
+        (Observer.objects, ("beat_at",)),
+        (Job.objects, ("state_since",)),
+        (Claim.objects.filter(name="presence"), ("last_done_at",)),
+    ):
+        rows.update(**{field: F(field) - deaf_s for field in fields})
+    assert sweep.sweep_if_due()
+    assert Job.objects.get(pk=job.id).state == "placing"
+    fleet.listen()
+    Claim.objects.filter(name="sweep").update(last_done_at=None)
+    assert sweep.sweep_if_due()
+    after = Job.objects.get(pk=job.id)
+    assert (after.state, after.launch_attempts) == ("placing", 0)
 
 
 def test_sweep_whose_database_is_away_ends_early(monkeypatch: pytest.MonkeyPatch) -> None:

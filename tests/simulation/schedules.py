@@ -101,7 +101,8 @@ class _Draft:
     def add(self, kind: str) -> None:
         rng = self.rng
         job = rng.choice(self.jobs)
-        node = rng.choice(self.nodes).name
+        # Without a name it is a node of the job's newest generation, whichever that is by then.
+        node = rng.choice(self.nodes).name if rng.random() < 0.5 else ""
         at = rng.uniform(3.0, 50.0)
         world_size = job.node_count * job.ranks_per_node
         rank = rng.randrange(world_size)
@@ -178,11 +179,9 @@ class _Draft:
                 self._put("kill_rank", at=at + rng.uniform(2.0, 30.0), job=job.id, rank=rank, value=9)
             case "stuck_and_cut":
                 # The peer of a dead rank is told to stop and cannot; then it is cut off: its last contact comes last.
-                self._put("stuck_stop", at=at, job=job.id, node=node, seconds=90.0)
-                self._put("kill_rank", at=at + 1.0, job=job.id, rank=rank, value=9)
-                self._put("lose_contact", at=at + rng.uniform(4.0, 9.0), job=job.id, node=node, seconds=90.0)
+                self._put(kind, at=at, job=job.id, seconds=rng.uniform(4.0, 9.0))
             case "cut_while_launching":
-                self._put("lose_contact", at=0.0, job=job.id, node=node, seconds=20.0, when="launching")
+                self._put("lose_contact", at=0.0, job=job.id, seconds=20.0, when="launching")
             case "cut_and_stop":
                 # A job whose nodes cannot be seen is wanted gone: nothing says that it is.
                 self._put("lose_contact", at=at, job=job.id, node=node, seconds=90.0)
@@ -224,9 +223,9 @@ _KINDS = {
     "runner_dies": 3, "worker_dies_before_save": 4, "worker_dies_after_save": 4, "repeat_advance": 4, "command": 8,
     "stop_job": 3, "crash_at_step": 3, "break_continuity": 4, "exit_last": 2, "mismatch": 1, "freeze": 8,
     "isolate": 6, "kill_agent": 5, "power_off": 5, "half_open": 2, "cut_while_training": 8, "isolate_and_kill": 8,
-    "cut_and_kill": 8, "stuck_and_cut": 8, "cut_while_launching": 6, "cut_and_stop": 3, "freeze_twice": 4, "lose_two": 4, "cut_many": 3,
-    "web_restarts": 3, "web_stalls": 3, "database_away": 3, "rearm": 3, "attest": 3, "attest_falsely": 2,
-    "provider": 3, "restore_backup": 2,
+    "cut_and_kill": 8, "stuck_and_cut": 8, "cut_while_launching": 6, "cut_and_stop": 3, "freeze_twice": 4,
+    "lose_two": 4, "cut_many": 3, "web_restarts": 3, "web_stalls": 3, "database_away": 3, "rearm": 3, "attest": 3,
+    "attest_falsely": 2, "provider": 3, "restore_backup": 2,
 }  # fmt: skip
 
 

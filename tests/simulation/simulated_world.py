@@ -320,7 +320,8 @@ class SimulatedWorld:
         if self.calm:
             return
         self.faults += 1
-        agent = self.agents.get(event.node)
+        node = event.node or self._some_node_of(event.job)
+        agent = self.agents.get(node)
         match event.kind:
             case "kill_rank":
                 self._end_rank(event, signal=event.value)
@@ -344,6 +345,8 @@ class SimulatedWorld:
                 self.server.command(event.job, Command(event.text))
             case "stop_job" if event.job in self.server.jobs and self._serves:
                 self.server.stop_job(event.job)
+            case "stuck_and_cut":
+                self._get_stuck_and_cut(event)
             case "web_restarts":
                 self._web_goes()
                 self.time.after(event.seconds, self._web_returns)
@@ -357,16 +360,37 @@ class SimulatedWorld:
             case "restore_backup" if self._serves:
                 self._restore_backup(event)
             case "unhealthy":
-                self._for_a_while(event, "healthy", False)
+                self._for_a_while(node, event.seconds, "healthy", False)
             case "cordon":
-                self._for_a_while(event, "cordoned", True)
+                self._for_a_while(node, event.seconds, "cordoned", True)
             case _ if agent is not None:
                 self._break_node(event, agent)
 
-    def _for_a_while(self, event: Event, field: str, value: bool) -> None:
-        node = self.server.nodes[event.node]
+    def _some_node_of(self, job: str) -> str:
+        """A node of the job's newest generation; of a job that has none yet, any node."""
+        rows = self.server.jobs[job].generations if job in self.server.jobs else {}
+        return self.rng.choice(rows[max(rows)].plan.nodes if rows else tuple(self.agents))
+
+    def _for_a_while(self, name: str, seconds: float, field: str, value: bool) -> None:
+        node = self.server.nodes[name]
         setattr(node, field, value)
-        self.time.after(event.seconds, lambda: setattr(node, field, not value))
+        self.time.after(seconds, lambda: setattr(node, field, not value))
+
+    def _get_stuck_and_cut(self, event: Event) -> None:
+        """A rank dies; a peer's agent cannot stop what is left, and is cut off after its last word."""
+        keys = [key for key, run in self.machines.trainings.items() if key[0] == event.job and run.alive]
+        training = self.machines.trainings[max(keys)] if keys else None
+        if training is None or len(training.plan.nodes) < 2:
+            return
+        agent = self.agents[training.plan.nodes[-1]]
+        agent.stuck = True
+        training.end_rank(0, signal=9)
+        self.time.after(event.seconds, lambda: self._lose_contact(agent, 90.0))
+
+    def _lose_contact(self, agent: SimulatedAgent, seconds: float) -> None:
+        agent.out_of_contact += 1
+        agent.disconnect()
+        self.time.after(seconds, lambda: self._regain(agent))
 
     @property
     def _serves(self) -> bool:
@@ -376,9 +400,7 @@ class SimulatedWorld:
         name = agent.name
         match event.kind:
             case "lose_contact":
-                agent.out_of_contact += 1
-                agent.disconnect()
-                self.time.after(event.seconds, lambda: self._regain(agent))
+                self._lose_contact(agent, event.seconds)
             case "half_open":
                 # The connection is gone, and the server has not noticed.
                 agent.out_of_contact += 1
