@@ -9,9 +9,9 @@ import pytest
 from django.db import OperationalError
 from django.db.models import F
 
-from recovery import absence, engine, jobs, sweep
+from recovery import engine, jobs, sweep
 from recovery.actuators import Conflict
-from recovery.models import Claim, Job, Node, Observer
+from recovery.models import Claim, Job, Node
 from tests.fakes.told_fleet import ToldFleet
 from tests.integration.test_recovery_pipeline import SPEC
 
@@ -50,20 +50,18 @@ def test_jobs_of_one_sweep_look_at_one_fleet_and_still_share_no_node() -> None:
     assert Node.objects.filter(claimed_by=first).count() == Node.objects.filter(claimed_by=second).count() == 2
 
 
-def test_limits_run_on_for_nobody_while_no_web_process_hears_agents() -> None:
+def test_no_limit_runs_out_while_no_web_process_hears_agents() -> None:
     job = jobs.submit_job(SPEC, owner="tests")
     fleet = ToldFleet.of(job.id, "gpu-01", "gpu-02")
     engine.advance_job(job.id)
-    deaf_s = absence.DEAF_AFTER_S + 600.0
-    for rows, fields in (
-        (Observer.objects, ("beat_at",)),
-        (Job.objects, ("state_since",)),
-        (Claim.objects.filter(name="presence"), ("last_done_at",)),
-    ):
-        rows.update(**{field: F(field) - deaf_s for field in fields})
     assert sweep.sweep_if_due()
-    assert Job.objects.get(pk=job.id).state == "placing"
-    fleet.listen()
+    deaf_s = 600.0
+    fleet.forget_observers()
+    Job.objects.update(state_since=F("state_since") - deaf_s)
+    Claim.objects.update(last_done_at=F("last_done_at") - deaf_s)
+    assert sweep.sweep_if_due()
+    assert Job.objects.get(pk=job.id).launch_attempts == 0
+    fleet.beat()
     Claim.objects.filter(name="sweep").update(last_done_at=None)
     assert sweep.sweep_if_due()
     after = Job.objects.get(pk=job.id)
