@@ -82,7 +82,7 @@ proof: install ## every long proof in full, one table at the end (about half an 
 	@.ci/apt
 	@$(BIN)/python tests/proof.py --seed $(SEED)
 
-simulate: $(VENV) ## the pure machine against a simulated fleet under random faults. SCHEDULES=500 SEED=1 BUG=no-fence
+simulate: $(VENV) ## the decisions against a simulated fleet under random faults. SCHEDULES=500 SEED=1 BUG=no-fence
 	@$(BIN)/python tests/simulation/simulate.py --schedules $(SCHEDULES) --seed $(SEED) $(if $(BUG),--plant $(BUG))
 
 silence: $(VENV) ## 24 node-days of heartbeats with losses and pauses: none falsely lost, real silences found. SEED=1

@@ -43,7 +43,11 @@ def planted(bug: str, words: str, *, target: str = "demo-check") -> Proof:
 
 PROOFS = [
     Proof("simulated schedules", ["simulate", "SCHEDULES=2000"], ["schedules", "faults", "violations"]),
-    planted("no-fence", '"plant": "no-fence"', target="simulate"),
+    planted("no-fence", '"fenced-before-run"', target="simulate"),
+    planted("no-lease-margin", '"lease-proof-is-true"', target="simulate"),
+    planted("lease-without-stopped-peer", '"lease-proof-is-true"', target="simulate"),
+    planted("old-plan-accepted", '"one-generation-alive"', target="simulate"),
+    planted("one-witness", '"healthy-jobs-are-left-alone"', target="simulate"),
     Proof("24 node-days of heartbeats", ["silence"], ["false_lost", "silences", "detect_p50_s", "detect_p99_s"]),
     Proof("demo-check", ["demo-check"], ["state", "continuity", "steps_lost", "steps_compared", "caught_up_s"]),
     planted("optimizer", "the optimizer was not restored"),

@@ -104,9 +104,14 @@ class GenerationView:
         return self.plan.generation
 
     @property
+    def may_have_run(self) -> bool:
+        """`run` was ordered; or a node says that it runs, by an order that was lost with newer rows."""
+        return self.run_ordered or any(share.seen is SeenPhase.RUNNING for share in self.shares)
+
+    @property
     def fenced(self) -> bool:
-        """`run` was never ordered, or each of its nodes has a proof of stop."""
-        return not self.run_ordered or all(share.proof is not None for share in self.shares)
+        """It never ran, or each of its nodes has a proof of stop."""
+        return not self.may_have_run or all(share.proof is not None for share in self.shares)
 
     @property
     def proofs(self) -> tuple[FenceProof, ...]:

@@ -12,9 +12,9 @@ from itertools import pairwise
 
 from agents.protocol.messages import AssignmentPhase
 from recovery.domain.fleet import FleetSnapshot, NodeHealth
-from recovery.domain.generations import GenerationView, RankView
+from recovery.domain.generations import FenceProof, GenerationView, ProofKind, RankView
 from recovery.domain.incident import TRANSITIONS, Incident, IncidentState
-from recovery.domain.instructions import Instruction, JobState, PreparePlan, RunPlan
+from recovery.domain.instructions import Instruction, JobState, PreparePlan, RecordProof, RunPlan
 from recovery.domain.plan import CheckpointRef, RecoveryPlan
 from recovery.domain.policy import Policy
 from recovery.domain.receipt import Receipt
@@ -93,8 +93,11 @@ def violations_of_step(
     found: list[Violation] = []
     for instruction in instructions:
         match instruction:
-            case RunPlan(generation=number):
+            case RunPlan(generation=number, fences=fences):
                 found += _may_run(job, generations, number)
+                found += _stands_on_proofs(job, generations, number, fences)
+            case RecordProof(generation=number, proof=proof):
+                found += _may_prove(job, generations, number, proof)
             case PreparePlan(plan=plan):
                 found += _may_prepare(job, generations, plan)
                 found += _may_place(plan, fleet)
@@ -212,8 +215,10 @@ def _incident(history: IncidentHistory, policy: Policy) -> Iterator[Violation]:
             rule="open-means-deadline",
             sentence=f"{incident.id} is {incident.state.value} without a deadline and without a page.",
         )
-    if incident.state is IncidentState.ESCALATED and not incident.escalation:
-        yield Violation(rule="escalation-has-a-reason", sentence=f"{incident.id} is escalated without a reason.")
+    if incident.state in (IncidentState.ESCALATED, IncidentState.WAITING_FOR_FENCE) and not incident.escalation:
+        yield Violation(
+            rule="escalation-has-a-reason", sentence=f"{incident.id} is {incident.state.value} without a reason."
+        )
     if incident.state is IncidentState.RECOVERED and history.receipt is None:
         yield Violation(rule="recovered-has-a-receipt", sentence=f"{incident.id} is recovered without a receipt.")
     if history.opened_after_end:
@@ -279,6 +284,49 @@ def _may_run(job: str, generations: Sequence[GenerationView], number: int) -> It
                 sentence=f"{job}: run of generation {number} was ordered while generation {older.number} is not "
                 f"proven gone from {_list(missing)}.",
             )
+
+
+def _stands_on_proofs(
+    job: str, generations: Sequence[GenerationView], number: int, fences: Sequence[FenceProof]
+) -> Iterator[Violation]:
+    """The order names a proof for each node of the generation that ran before."""
+    before = [older for older in generations if older.number < number and older.run_ordered]
+    if not before:
+        return
+    old = max(before, key=lambda older: older.number)
+    named = {proof.node for proof in fences if proof.generation in (None, old.number)}
+    missing = [share.node for share in old.shares if share.node not in named]
+    if missing:
+        yield Violation(
+            rule="run-stands-on-proofs",
+            sentence=f"{job}: the order to run generation {number} names no proof that generation {old.number} is gone "
+            f"from {_list(missing)}.",
+        )
+
+
+def _may_prove(job: str, generations: Sequence[GenerationView], number: int, proof: FenceProof) -> Iterator[Violation]:
+    """A lease proves something only where one was kept, and where a rank elsewhere has stopped, by somebody's word."""
+    generation = _numbered(number, generations)
+    share = next((share for share in generation.shares if share.node == proof.node), None) if generation else None
+    if generation is None or share is None:
+        yield Violation(rule="lease-is-kept", sentence=f"{job}: a proof for {proof.node}, which has no share of it.")
+        return
+    if proof.kind is not ProofKind.LEASE_EXPIRED:
+        return
+    if generation.lease is None or not share.keeps_lease:
+        yield Violation(
+            rule="lease-is-kept",
+            sentence=f"{job}: generation {number} is called out of its lease on {proof.node}, but it keeps none.",
+        )
+    elsewhere = [other.proof for other in generation.shares if other.node != proof.node and other.proof is not None]
+    stops = [other for other in elsewhere if other.kind not in (ProofKind.LEASE_EXPIRED, ProofKind.NEVER_STARTED)]
+    exits = [rank for rank in generation.ranks if rank.node != proof.node and rank.exited_at is not None]
+    if not stops and not exits:
+        yield Violation(
+            rule="lease-needs-a-stopped-peer",
+            sentence=f"{job}: generation {number} is called out of its lease on {proof.node}, but no rank of it on "
+            "another node is known to have stopped.",
+        )
 
 
 def _may_prepare(job: str, generations: Sequence[GenerationView], plan: RecoveryPlan) -> Iterator[Violation]:

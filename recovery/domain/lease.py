@@ -53,7 +53,10 @@ def lease_ends_at(
         _is_settled(rank.resumed_step, rank.last_step) for rank in mine
     )
     limit_s = longest_limit_s(limits, settled=settled)
-    return max(node.heard_at_most, stopped_at) + limit_s * (1 + DRIFT) + MARGIN_S
+    # A node that thaws may finish the step in hand and tell of it: that sign is younger than its peers' stop, and may
+    # be what made it settled, while the limit that held until then was its setup's.
+    told = [rank.progress_seen_at or rank.progress_at or 0.0 for rank in mine]
+    return max(node.heard_at_most, stopped_at, *told) + limit_s * (1 + DRIFT) + MARGIN_S
 
 
 def peer_stopped_at(share: ShareView, generation: GenerationView) -> float | None:

@@ -41,6 +41,7 @@ from recovery.models import (
     RankRow,
     ShareRow,
     StepRow,
+    Stray,
 )
 from recovery.store.serialize import from_json
 
@@ -194,11 +195,15 @@ def _health(node: Node, silence: Silence) -> NodeHealth:
 
 
 def _unconfirmed() -> dict[int, str]:
-    """Nodes whose agents have not yet said themselves that a generation is gone, though it is proven another way."""
+    """Nodes whose agents have not yet said themselves that a generation is gone, though it is proven another way.
+
+    And nodes that run one of which this database does not know, since it is older.
+    """
     rows = ShareRow.objects.filter(
         proof__isnull=False, confirmed_at__isnull=True, generation__run_ordered_at__isnull=False
     ).values_list("node_id", "generation__job_id", "generation__number")
-    return {node: f"generation {number} of {job}" for node, job, number in rows}
+    strays = Stray.objects.values_list("node_id", "job_id", "number")
+    return {node: f"generation {number} of {job}" for node, job, number in (*strays, *rows)}
 
 
 def load_probes(now: float) -> tuple[ProbeView, ...]:

@@ -80,6 +80,8 @@ def _run_all(options: argparse.Namespace) -> int:
     faults, decisions = 0, 0
     ends: Counter[str] = Counter()
     moves: Counter[str] = Counter()
+    fences: Counter[str] = Counter()
+    breakers = 0
     work = partial(_run_index, seed=options.seed, plant=options.plant)
     with multiprocessing.Pool(options.processes) as pool:
         for done, run in enumerate(pool.imap(work, range(options.schedules), chunksize=8), start=1):
@@ -87,6 +89,8 @@ def _run_all(options: argparse.Namespace) -> int:
             decisions += run.result.decisions
             ends += run.result.ends
             moves += run.result.moves
+            fences += run.result.fences
+            breakers += run.result.breakers
             if run.result.violations:
                 violated.append(run)
             if done % 100 == 0 or done == options.schedules:
@@ -97,11 +101,14 @@ def _run_all(options: argparse.Namespace) -> int:
         "schedules": options.schedules,
         "faults": faults,
         "violations": len(violated),
+        "violated": dict(Counter(run.result.violations[0].rule for run in violated).most_common()),
         "seed": options.seed,
         "plant": options.plant or None,
         "decisions": decisions,
         "ends": dict(ends.most_common()),
         "moves": dict(moves.most_common()),
+        "fences": dict(fences.most_common()),
+        "breakers": breakers,
         "seconds": round(time.monotonic() - begun, 1),
     }
     print(json.dumps(summary))

@@ -35,6 +35,10 @@ class Order:
     revision: int
     wanted: tuple[Wanted, ...]
 
+    @property
+    def wants_to_run(self) -> bool:
+        return any(one.phase is AssignmentPhase.RUN for one in self.wanted)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Report:

@@ -193,7 +193,7 @@ class JobRow:
 class SimulatedServer:
     """`announce` tells the world of a state that a job or incident enters, and answers whether something waited for it;
     `push` sends a node its orders; `judge_truth` compares an instruction with what is physically so; `probe` asks a
-    node's agent whether another node's kernel answers.
+    node's agent whether another node's kernel answers; `strays` are nodes that run what the rows do not know.
     """
 
     time: VirtualTime
@@ -206,6 +206,7 @@ class SimulatedServer:
     judge_truth: Callable[[JobRow, IncidentRow | None, Situation, Instruction], None]
     probe: Callable[[str, str, Callable[[bool], None]], None]
     observers: dict[str, ObserverView]
+    strays: Callable[[], dict[str, str]]
     nodes: dict[str, NodeRow] = field(default_factory=dict)
     jobs: dict[str, JobRow] = field(default_factory=dict)
     breakers: list[ControlPlaneIncident] = field(default_factory=list)
@@ -284,7 +285,7 @@ class SimulatedServer:
         )
 
     def _unconfirmed(self) -> dict[str, str]:
-        return {
+        return self.strays() | {
             share.node: f"generation {row.plan.generation} of {job.id}"
             for job in self.jobs.values()
             for row in job.generations.values()

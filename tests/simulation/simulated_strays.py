@@ -44,6 +44,10 @@ class SimulatedStrays:
         else:
             self.reports.pop((node, job, number), None)
 
+    def by_node(self) -> dict[str, str]:
+        """Nodes that nothing else may be placed on."""
+        return {node: f"generation {number} of {job}" for node, job, number in self.reports}
+
     def stops_on(self, node: str) -> tuple[Wanted, ...]:
         return tuple(
             Wanted(phase=AssignmentPhase.STOP, plan=report.plan)

@@ -82,6 +82,7 @@ class SimulatedWorld:
             judge_truth=lambda *found: self.truth.judge(*found),
             probe=self._probe,
             observers=self.web.rows,
+            strays=lambda: self.strays.by_node(),
         )
         self.strays = SimulatedStrays(server=self.server, time=self.time)
         self.ingest = SimulatedIngest(server=self.server, strays=self.strays, time=self.time)
@@ -547,9 +548,17 @@ class SimulatedWorld:
         return server.nodes, server.jobs, server.breakers, server.probes, self.web.rows, self.strays.reports
 
     def _restore_backup(self, event: Event) -> None:
-        """The rows go back in time while nobody serves; agents and what they run do not."""
+        """The rows go back in time while nobody serves; agents and what they run do not.
+
+        Who restores a backup sees to it that every node is there to tell what it runs: rows that never heard of a
+        generation cannot wait for it.
+        """
         backup = self.backups.pop(event, None)
-        if backup is None:
+        reachable = all(
+            machine.powered and not machine.frozen and not machine.cut_off and self.agents[name].connected
+            for name, machine in self.machines.nodes.items()
+        )
+        if backup is None or not reachable:
             return
         self._web_goes()
         self.server.epoch += 1
@@ -590,11 +599,11 @@ class SimulatedWorld:
         acknowledged = self.ingest.begin_session(
             node, boot_id=self.boot_id(node), observer=self.web.name, highest=highest
         )
-        if self.schedule.noise and not self.calm and self.sent_orders[node] and self.rng.random() < 0.3:
+        ran = [order for order in self.sent_orders[node] if order.wants_to_run]
+        if self.schedule.noise and not self.calm and ran and self.rng.random() < 0.6:
             # An order of long ago comes first on the new connection: from a proxy, or of a server that was put back.
-            stale = replace(self.rng.choice(self.sent_orders[node]), revision=0)
-            self._send_order(self.agents[node], stale, 0.001)
-            self.time.after(self.rng.uniform(0.0, 3.0), lambda: self._push(node))
+            self._send_order(self.agents[node], replace(self.rng.choice(ran), revision=0), 0.001)
+            self.time.after(self.rng.uniform(0.0, 5.0), lambda: self._push(node))
         else:
             self.time.after(0.0, lambda: self._push(node))
         return acknowledged

@@ -7,8 +7,11 @@ import io
 import json
 
 import pytest
+from planted import PLANTS
 from schedules import make_schedule
 from simulate import main, run_schedule
+
+from agents.protocol.messages import ProofKind
 
 
 def last_json(text: str) -> dict[str, object]:
@@ -40,6 +43,30 @@ def test_finds_a_relaunch_without_fence_proof_and_shortens_its_schedule(capsys: 
     assert "--replay 1:" in told
 
 
+PLANTED = {
+    "no-lease-margin": ("lease-proof-is-true", 1, 37),
+    "lease-without-stopped-peer": ("lease-proof-is-true", 1, 27),
+    "old-plan-accepted": ("one-generation-alive", 1, 13),
+    "one-witness": ("healthy-jobs-are-left-alone", 1, 107),
+}
+"""The rule that a bug breaks, and the seed and index of a schedule in which it soon does."""
+
+
+@pytest.mark.parametrize("plant", PLANTED)
+def test_finds_a_planted_bug_that_the_real_decisions_do_not_have(plant: str) -> None:
+    rule, seed, start = PLANTED[plant]
+    for index in range(start, start + 60):
+        found = run_schedule(make_schedule(seed, index), plant=plant).violations
+        if any(violation.rule == rule for violation in found):
+            assert run_schedule(make_schedule(seed, index), plant="").violations == ()
+            return
+    pytest.fail(f"60 schedules from {seed}:{start} on do not show that {plant} breaks {rule}")
+
+
+def test_every_bug_that_can_be_planted_is_found() -> None:
+    assert set(PLANTED) == set(PLANTS) - {"no-fence"}
+
+
 def test_the_same_schedule_gives_the_same_story() -> None:
     first, second = (run_schedule(make_schedule(4, 17), plant="") for _ in range(2))
     assert first == second
@@ -60,7 +87,19 @@ def test_schedules_reach_every_part_of_the_pipeline(summary: dict[str, object]) 
         "placing -> stopping",
         "placing -> waiting_for_checkpoint",
         "escalated -> stopping",
-        "stopping -> escalated",
-        "paused -> stopping",
+        "detected -> waiting_for_fence",
+        "stopping -> waiting_for_fence",
+        "waiting_for_fence -> stopping",
+        "waiting_for_fence -> false_alarm",
     ):
         assert moves.get(wanted, 0) > 0, (wanted, moves)
+
+
+def test_orders_to_run_stand_on_every_kind_of_proof_and_the_breaker_opens(summary: dict[str, object]) -> None:
+    fences, breakers = summary["fences"], summary["breakers"]
+    assert isinstance(fences, dict)
+    assert isinstance(breakers, int)
+    kinds = {ProofKind.PROC_SCAN_EMPTY, ProofKind.NEVER_STARTED, ProofKind.BOOT_CHANGED, ProofKind.LEASE_EXPIRED}
+    assert set(fences) >= {kind.value for kind in kinds}
+    assert fences.get("attestation", 0) + fences.get("provider", 0) > 0
+    assert breakers > 0

@@ -22,6 +22,8 @@ HEALTHY_FOR_S = 15.0
 NOTICED_WITHIN_S = 45.0
 """A dead node among living ones is noticed by then: silence, stalled peers, a look of the sweep."""
 
+HELD_UP_S = 3.0
+
 
 @dataclass
 class Truth:
@@ -105,10 +107,15 @@ class Truth:
             for row in list(job.generations.values())[-1:]
             if row.wanted is AssignmentPhase.RUN and not row.view().ended_well and seen & set(row.plan.nodes)
             for name in row.plan.nodes
-            if not self.machines.nodes[name].powered and row.view().stepping
+            if not self.machines.nodes[name].powered and row.view().stepping and self._is_listened_to(name)
         }
         self._dead_since = {key: self._dead_since.get(key, now) for key in unnoticed}
         for (job_id, number, name), since in self._dead_since.items():
             if now - since > NOTICED_WITHIN_S:
                 sentence = f"{name} has been off for {now - since:.0f} s under generation {number} of {job_id}."
                 self.report(Violation(rule="lost-nodes-are-noticed", sentence=sentence))
+
+    def _is_listened_to(self, node: str) -> bool:
+        """Whether the process that heard a node last is there still, and was not held up lately."""
+        own = self.server.observers.get(self.server.nodes[node].observer)
+        return own is not None and self.time.now - own.beat_at <= HELD_UP_S and own.lag_s <= HELD_UP_S

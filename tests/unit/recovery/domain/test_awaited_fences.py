@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from domain_scenes import NOW, fleet, leased, lost, node, proven, stopping
+from domain_scenes import NOW, fleet, leased, lost, node, plan, prepared, proven, stopping
 
 from recovery.domain.awaited_fences import AwaitedFence, FenceHelp, awaited_fences
 from recovery.domain.fleet import FleetSnapshot
@@ -48,5 +48,5 @@ def test_what_is_proven_never_ran_or_is_the_new_plan_is_not_waited_for() -> None
     seen = fleet(node("gpu-01"), lost("gpu-02"))
     done = proven(proven(leased(), "gpu-01", at=NOW), "gpu-02", at=NOW)
     assert awaited(done, seen) == ()
-    assert awaited(leased(run_ordered=False), seen) == ()
+    assert awaited(prepared(plan(1)), seen) == ()
     assert awaited_fences((leased(),), seen, synchronous=True, provider=False, except_generation=1) == ()

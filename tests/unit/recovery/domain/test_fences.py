@@ -51,7 +51,7 @@ def test_not_twice() -> None:
 
 def test_the_last_lease_that_stands_in_the_way_is_waited_for() -> None:
     three = plan(1, nodes=("gpu-01", "gpu-02", "gpu-03"))
-    view = proven(stopping(leased(1, of=three)), "gpu-01", at=NOW - 50)
+    view = proven(stopping(leased(1, of=three, ago_s=60)), "gpu-01", at=NOW - 50)
     snapshot = fleet(node("gpu-01"), lost("gpu-02", heard_at=NOW - 40), lost("gpu-03", heard_at=NOW - 20))
     assert next_lease_end(situation(view, fleet=snapshot)) == pytest.approx(NOW - 20 + LONGEST)
 

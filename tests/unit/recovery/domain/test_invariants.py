@@ -17,19 +17,21 @@ from domain_scenes import (
     fleet,
     generation,
     incident,
+    leased,
     lost_rank_1,
     node,
     plan,
     prepared,
+    proven,
     stopping,
     training,
     verdict,
 )
 
 from recovery.domain.fleet import NodeHealth
-from recovery.domain.generations import GenerationView
+from recovery.domain.generations import FenceProof, GenerationView, ProofKind
 from recovery.domain.incident import IncidentState
-from recovery.domain.instructions import Instruction, JobState, PreparePlan, RunPlan
+from recovery.domain.instructions import Instruction, JobState, PreparePlan, RecordProof, RunPlan
 from recovery.domain.invariants import (
     IncidentHistory,
     JobHistory,
@@ -45,6 +47,7 @@ from recovery.domain.receipt import Receipt
 S = IncidentState
 HELD = fleet(node("gpu-01", claimed_by="job-1"), node("gpu-02", claimed_by="job-1"), node("gpu-03"))
 GONE = fenced(lost_rank_1())
+RUN = RunPlan(job="job-1", generation=2, master_port=1, fences=GONE.proofs)
 
 
 def rules(found: Sequence[Violation]) -> set[str]:
@@ -83,7 +86,14 @@ def test_a_sound_history_breaks_no_rule() -> None:
         receipt=receipt(),
     )
     assert of_job(GONE, generation(2, of=plan(2, parent=PARENT)), incidents=(recovered,)) == set()
-    assert of_step(RunPlan(job="job-1", generation=2, master_port=1), GONE, prepared(plan(2, parent=PARENT))) == set()
+    assert (
+        of_step(
+            RUN,
+            GONE,
+            prepared(plan(2, parent=PARENT)),
+        )
+        == set()
+    )
     assert of_step(PreparePlan(plan=plan(2, parent=PARENT)), GONE) == set()
 
 
@@ -100,14 +110,12 @@ def test_finds_two_jobs_on_one_node() -> None:
 
 def test_finds_a_run_before_the_older_generation_is_fenced() -> None:
     assert "fenced-before-run" in of_job(stopping(lost_rank_1()), generation(2, of=plan(2)))
-    run = RunPlan(job="job-1", generation=2, master_port=1)
-    assert of_step(run, stopping(lost_rank_1()), prepared(plan(2, parent=PARENT))) == {"fenced-before-run"}
+    assert of_step(RUN, stopping(lost_rank_1()), prepared(plan(2, parent=PARENT))) == {"fenced-before-run"}
 
 
 def test_finds_a_run_of_what_was_not_prepared() -> None:
-    run = RunPlan(job="job-1", generation=2, master_port=1)
-    assert of_step(run, GONE) == {"run-what-was-prepared"}
-    assert of_step(run, GONE, stopping(prepared(plan(2, parent=PARENT)))) == {"run-what-was-prepared"}
+    assert of_step(RUN, GONE) == {"run-what-was-prepared"}
+    assert of_step(RUN, GONE, stopping(prepared(plan(2, parent=PARENT)))) == {"run-what-was-prepared"}
 
 
 def test_finds_numbers_that_do_not_rise() -> None:
@@ -184,7 +192,7 @@ def test_finds_a_placement_on_a_node_that_never_joined_or_twice_on_one() -> None
 
 def test_finds_a_silent_start_from_the_beginning() -> None:
     assert of_step(PreparePlan(plan=plan(2)), GONE) == {"no-silent-start"}
-    assert of_step(RunPlan(job="job-1", generation=2, master_port=1), GONE, prepared(plan(2))) == {"no-silent-start"}
+    assert of_step(RUN, GONE, prepared(plan(2))) == {"no-silent-start"}
     assert of_step(PreparePlan(plan=plan(2)), replace(GONE, ranks=())) == set()
 
 
@@ -217,3 +225,50 @@ def test_finds_a_parent_whose_ranks_had_not_restored_a_part() -> None:
 
 def test_finds_a_plan_for_another_job() -> None:
     assert of_step(PreparePlan(plan=replace(plan(2, parent=PARENT), job="job-2")), GONE) >= {"own-job-only"}
+
+
+# --- Fences ---
+
+
+def lease_word(node_name: str = "gpu-02", *, kind: ProofKind = ProofKind.LEASE_EXPIRED) -> RecordProof:
+    made = FenceProof(node=node_name, kind=kind, at=NOW, evidence="time", generation=1)
+    return RecordProof(job="job-1", generation=1, proof=made)
+
+
+def test_finds_an_order_to_run_that_names_no_proof_for_a_node() -> None:
+    run = replace(RUN, fences=GONE.proofs[:1])
+    assert of_step(run, GONE, prepared(plan(2, parent=PARENT))) == {"run-stands-on-proofs"}
+
+
+def test_a_first_launch_stands_on_nothing() -> None:
+    assert of_step(RunPlan(job="job-1", generation=1, master_port=1), prepared(plan(1))) == set()
+
+
+def test_finds_a_lease_that_is_believed_without_a_stopped_peer() -> None:
+    assert of_step(lease_word(), stopping(leased(1))) == {"lease-needs-a-stopped-peer"}
+    for kind in (ProofKind.NEVER_STARTED, ProofKind.LEASE_EXPIRED):
+        only = proven(stopping(leased(1)), "gpu-01", at=NOW, kind=kind)
+        assert of_step(lease_word(), only) == {"lease-needs-a-stopped-peer"}
+    assert of_step(lease_word(), proven(stopping(leased(1)), "gpu-01", at=NOW)) == set()
+
+
+def test_finds_a_lease_that_nobody_keeps() -> None:
+    stopped = proven(stopping(generation(1)), "gpu-01", at=NOW)
+    assert of_step(lease_word(), stopped) == {"lease-is-kept"}
+    assert of_step(lease_word("gpu-09"), stopped) == {"lease-is-kept"}
+
+
+def test_other_proofs_need_no_lease() -> None:
+    assert of_step(lease_word(kind=ProofKind.ATTESTATION), stopping(generation(1))) == set()
+
+
+def test_a_generation_that_was_found_running_stood_on_proofs_that_are_lost() -> None:
+    found = generation(2, of=plan(2, parent=CheckpointRef(generation=9, step=3)))
+    assert of_job(stopping(lost_rank_1()), found, adopted=frozenset({2})) == set()
+    assert "fenced-before-run" in of_job(stopping(lost_rank_1()), found)
+
+
+@pytest.mark.parametrize("state", [S.ESCALATED, S.WAITING_FOR_FENCE])
+def test_finds_an_incident_that_waits_for_a_human_without_a_reason(state: IncidentState) -> None:
+    assert "escalation-has-a-reason" in of_job(lost_rank_1(), incidents=(told(state, escalation=""),))
+    assert "escalation-has-a-reason" not in of_job(lost_rank_1(), incidents=(told(state, escalation="why"),))

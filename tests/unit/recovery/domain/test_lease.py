@@ -19,7 +19,7 @@ SETUP = 1800.0 * (1 + DRIFT) + MARGIN_S
 
 def one_stopped(at: float = NOW - 5) -> GenerationView:
     """Generation 1, wanted gone: gpu-01 has proven its stop, gpu-02 has been silent."""
-    return proven(stopping(leased(1)), "gpu-01", at=at)
+    return proven(stopping(leased(1, ago_s=12.5)), "gpu-01", at=at)
 
 
 def ends_at(view: GenerationView, *, synchronous: bool = True, **silent: object) -> float | None:
@@ -32,8 +32,14 @@ def test_counts_from_the_later_of_last_contact_and_a_peers_stop() -> None:
     assert ends_at(one_stopped(at=NOW - 40)) == pytest.approx(NOW - 12 + LONGEST)
 
 
+def test_a_step_that_a_thawed_node_tells_of_counts_like_contact_and_its_setup_is_not_forgotten() -> None:
+    view = one_stopped(at=NOW - 40)
+    thawed = replace(view.ranks[1], progress_at=NOW - 1, progress_seen_at=NOW - 0.9, resumed_step=47, last_step=50)
+    assert ends_at(replace(view, ranks=(view.ranks[0], thawed))) == pytest.approx(NOW - 0.9 + LONGEST)
+
+
 def test_an_exit_long_before_the_silence_counts_from_the_last_contact() -> None:
-    base = leased(1)
+    base = leased(1, ago_s=12.5)
     gone = replace(base, ranks=(exited(base.ranks[0], code=1, at=NOW - 100), base.ranks[1]))
     assert ends_at(gone) == pytest.approx(NOW - 12 + LONGEST)
 
@@ -50,16 +56,16 @@ def test_a_generation_without_terms_or_word_of_its_pace_is_not_judged_by_a_short
 
 
 def test_no_stopped_peer_no_lease_proof() -> None:
-    assert ends_at(stopping(leased(1))) is None
+    assert ends_at(stopping(leased(1, ago_s=12.5))) is None
 
 
 def test_a_stop_on_the_same_node_is_no_peers_stop() -> None:
-    assert ends_at(proven(stopping(leased(1)), "gpu-02", at=NOW - 5)) is None
+    assert ends_at(proven(stopping(leased(1, ago_s=12.5)), "gpu-02", at=NOW - 5)) is None
 
 
 @pytest.mark.parametrize("kind", [ProofKind.NEVER_STARTED, ProofKind.LEASE_EXPIRED])
 def test_a_share_that_never_ran_or_is_only_counted_out_is_no_stopped_peer(kind: ProofKind) -> None:
-    assert ends_at(proven(stopping(leased(1)), "gpu-01", at=NOW - 5, kind=kind)) is None
+    assert ends_at(proven(stopping(leased(1, ago_s=12.5)), "gpu-01", at=NOW - 5, kind=kind)) is None
 
 
 def test_no_lease_where_ranks_step_alone_or_the_runner_keeps_none() -> None:
@@ -95,14 +101,14 @@ def test_settled_counts_from_the_step_that_it_resumed_at() -> None:
 
 
 def test_a_peers_stop_counts_from_when_the_server_heard_of_it_whatever_its_clock_says() -> None:
-    base = leased(1)
+    base = leased(1, ago_s=12.5)
     early = replace(exited(base.ranks[0], code=1, at=NOW - 3600), exit_recorded_at=NOW - 2)
     assert peer_stopped_at(base.shares[1], replace(base, ranks=(early, base.ranks[1]))) == NOW - 2
     assert ends_at(replace(base, ranks=(early, base.ranks[1]))) == pytest.approx(NOW - 2 + LONGEST)
 
 
 def test_a_rank_that_ended_well_elsewhere_is_a_stopped_peer() -> None:
-    base = leased(1)
+    base = leased(1, ago_s=12.5)
     assert ends_at(replace(base, ranks=(ended_well(base.ranks[0]), base.ranks[1]))) is not None
 
 

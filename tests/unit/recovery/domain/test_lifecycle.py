@@ -10,6 +10,7 @@ from domain_scenes import (
     CHECKPOINTS,
     NOW,
     PARENT,
+    POLICY,
     ended_well,
     exited,
     fenced,
@@ -17,10 +18,13 @@ from domain_scenes import (
     generation,
     job,
     killed,
+    leased,
+    lost,
     node,
     plan,
     prepared,
     preparing,
+    proven,
     share,
     situation,
     stopping,
@@ -28,7 +32,7 @@ from domain_scenes import (
 )
 
 from recovery.domain.fleet import NodeHealth
-from recovery.domain.generations import AssignmentPhase, GenerationView, SeenPhase
+from recovery.domain.generations import AssignmentPhase, GenerationView, ProofKind, SeenPhase
 from recovery.domain.instructions import (
     JOB_ENDS,
     JobState,
@@ -36,6 +40,7 @@ from recovery.domain.instructions import (
     MarkJob,
     PageOperator,
     PreparePlan,
+    RecordProof,
     ReleaseNodes,
     RunPlan,
     StopGeneration,
@@ -286,3 +291,34 @@ def test_stop_that_is_not_proven_in_time_says_what_it_waits_for() -> None:
     (mark,) = outcome.instructions
     assert isinstance(mark, MarkJob)
     assert mark.reason == "Waiting for proof that its ranks are gone from gpu-01 and gpu-02."
+
+
+# --- Silent nodes ---
+
+
+def on_launch(view: GenerationView, *, overdue_s: float = 1.0, **changes: Any) -> JobOutcome:
+    since = NOW - POLICY.launching_s - overdue_s
+    return step_job(situation(view, job=job(state=JobState.LAUNCHING, state_since=since), **changes), NOW)
+
+
+def test_an_overdue_launch_that_waits_for_a_lost_node_has_failed() -> None:
+    away = fleet(node("gpu-01"), lost("gpu-02"), node("gpu-03"))
+    outcome = on_launch(generation(1, ranks=()), fleet=away)
+    assert outcome.failed_launch
+    assert any("contact with gpu-02 was lost" in getattr(one, "reason", "") for one in outcome.instructions)
+
+
+def test_an_overdue_launch_of_which_nothing_can_be_seen_has_not_failed() -> None:
+    outcome = on_launch(generation(1, ranks=()), fleet=fleet(lost("gpu-01"), lost("gpu-02")))
+    assert not outcome.failed_launch
+    assert [type(one) for one in outcome.instructions] == [MarkJob]
+
+
+@pytest.mark.parametrize("state", [JobState.STOPPING, JobState.FAILED, JobState.SUCCEEDED])
+def test_a_lease_that_ran_out_proves_the_stop_of_a_job_that_is_over(state: JobState) -> None:
+    view = proven(stopping(leased(1, ago_s=90)), "gpu-01", at=NOW - 80)
+    away = fleet(node("gpu-01"), lost("gpu-02", heard_at=NOW - 85))
+    outcome = step_job(situation(view, fleet=away, job=job(state=state, stop_wanted=True)), NOW)
+    (recorded,) = outcome.instructions
+    assert isinstance(recorded, RecordProof)
+    assert (recorded.proof.node, recorded.proof.kind) == ("gpu-02", ProofKind.LEASE_EXPIRED)

@@ -356,7 +356,7 @@ def test_a_runner_that_the_returned_agent_finds_gone_becomes_the_cause() -> None
 
 
 def test_a_silent_node_whose_peer_had_done_its_last_step_is_proven_by_its_lease() -> None:
-    base = leased()
+    base = leased(ago_s=38.5)
     done = replace(base.ranks[0], finished_step=50, exited_at=NOW - 40, exit_code=0)
     view = replace(base, ranks=(done, base.ranks[1]))
     snapshot = fleet(node("gpu-01"), lost("gpu-02", heard_at=NOW - 38), node("gpu-03"))
@@ -586,3 +586,54 @@ def test_old_deaths_of_a_generation_that_was_replaced_open_nothing() -> None:
     base = leased(1)
     replayed = fenced(replace(base, ranks=(killed(base.ranks[0], at=NOW - 5000), base.ranks[1])))
     assert no_fault(situation(replayed, generation(2, of=PLAN)))
+
+
+# --- What a node still has to tell ---
+
+
+def returned(kind: ProofKind, *, at: float = NOW - 1, **changes: object) -> GenerationView:
+    """Generation 1 of a single-node job, fenced without its node's own word."""
+    view = proven(stopping(alone()), "gpu-01", at=at, kind=kind)
+    return replace(view, shares=tuple(replace(part, **changes) for part in view.shares))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "kind", [ProofKind.BOOT_CHANGED, ProofKind.LEASE_EXPIRED, ProofKind.PROVIDER, ProofKind.ATTESTATION]
+)
+def test_a_node_that_is_back_is_listened_to_before_anything_is_launched_without_it(kind: ProofKind) -> None:
+    start = incident(S.STOPPING, plan=PLAN, reached_step=50)
+    waiting = step(start, situation(returned(kind), preparing(PLAN), job=job(node_count=1)), NOW)
+    assert waiting == Outcome(incident=start)
+    told = situation(returned(kind, confirmed=True), preparing(PLAN), job=job(node_count=1))
+    assert step(start, told, NOW).incident.state is S.PLACING
+
+
+@pytest.mark.parametrize("kind", [ProofKind.CGROUP_EMPTY, ProofKind.UNKILLABLE])
+def test_a_nodes_own_proof_comes_after_all_that_it_had_to_tell(kind: ProofKind) -> None:
+    start = incident(S.STOPPING, plan=PLAN, reached_step=50)
+    assert step(start, situation(returned(kind), preparing(PLAN)), NOW).incident.state is S.PLACING
+
+
+def test_a_node_that_is_away_or_says_nothing_is_not_waited_for() -> None:
+    start = incident(S.STOPPING, plan=PLAN, reached_step=50)
+    away = silent_world(view=returned(ProofKind.ATTESTATION))
+    assert step(start, replace(away, generations=(*away.generations, preparing(PLAN))), NOW).incident.state is S.PLACING
+    mute = situation(returned(ProofKind.BOOT_CHANGED, at=NOW - 11), preparing(PLAN))
+    assert step(start, mute, NOW).incident.state is S.PLACING
+
+
+def test_a_plan_that_a_returned_nodes_words_have_overtaken_is_made_anew_before_it_runs() -> None:
+    from_the_beginning = plan(2, nodes=("gpu-01", "gpu-03"))
+    start = incident(S.PLACING, plan=from_the_beginning, plans_made=1)
+    world = situation(fenced(leased(1)), prepared(from_the_beginning))
+    outcome = step(start, world, NOW)
+    assert outcome.incident.plan is None
+    assert kinds(outcome) == [StopGeneration]
+    assert "had saved or done more" in words(outcome)
+
+
+def test_a_generation_that_a_node_says_runs_needs_proof_though_nobody_here_ordered_it_to_run() -> None:
+    unknown = leased(1, run_ordered=False)
+    assert not unknown.fenced
+    assert fenced(unknown).fenced
+    assert leased(1, run_ordered=False, shares=prepared(plan(1)).shares).fenced
