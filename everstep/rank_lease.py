@@ -15,6 +15,24 @@ from everstep.errors import LeaseUnusable
 from everstep.rank_log import RankLog
 
 
+class PublishingLease:
+    """The lease as the writer of a node's checkpoints sees it: it only looks, just before a manifest is put in place."""
+
+    def __init__(self, paths: LeasePaths) -> None:
+        """The lease holds now: a rank has just looked. Raises `LeaseUnusable`."""
+        self._files = LeaseFiles(paths)
+        self._since_ns = boottime_ns()
+
+    def check(self) -> None:
+        """Ends the process at once, with exit code 76, if the lease has run out."""
+        ranks = self._files.ranks()
+        mine = Held(sign_ns=self._since_ns, limit_ns=longest_limit_ns(ranks, self._files.terms))
+        verdict = _judge(self._files, mine)
+        if isinstance(verdict, Expired):
+            os.write(2, f"{verdict}. This checkpoint is not published.\n".encode())
+            os._exit(EXIT_CODE)
+
+
 class RankLease:
     """The lease as one rank keeps it. Each call ends the process at once, with exit code 76, if it has run out."""
 
@@ -48,21 +66,26 @@ class RankLease:
         self._files.write_progress(self._local_rank, Progress(self._sign_ns, phase, steps))
 
     def _look(self) -> int:
-        ranks = self._files.ranks()
-        contact_ns = self._files.contact_ns()
-        mine = Held(sign_ns=self._sign_ns, limit_ns=longest_limit_ns(ranks, self._files.terms))
-        # What the runner has seen meanwhile counts as if this rank had: in a step it cannot look.
-        held = max(mine, self._files.kept() or mine)
-        now_ns = boottime_ns()
-        verdict = judge(held, contact_ns=contact_ns, ranks=ranks, terms=self._files.terms, now_ns=now_ns)
-        if isinstance(verdict, Expired) and self._files.take_raised_terms():
-            verdict = judge(held, contact_ns=contact_ns, ranks=ranks, terms=self._files.terms, now_ns=now_ns)
+        mine = Held(sign_ns=self._sign_ns, limit_ns=longest_limit_ns(self._files.ranks(), self._files.terms))
+        verdict = _judge(self._files, mine)
         if isinstance(verdict, Expired):
             self._end(verdict)
-        return now_ns
+        return verdict
 
     def _end(self, expired: Expired) -> NoReturn:
         """The last line of the output is what the runner reports."""
         self._log.write("lease_expired", silent_s=expired.silent_ns / NS, limit_s=expired.limit_ns / NS)
         os.write(2, f"{expired}. This rank ends itself, since another generation may be running.\n".encode())
         os._exit(EXIT_CODE)
+
+
+def _judge(files: LeaseFiles, mine: Held) -> int | Expired:
+    """The moment at which the lease held, from what the files say and what the caller knows itself."""
+    contact_ns, ranks = files.contact_ns(), files.ranks()
+    # What the runner has seen meanwhile counts as if this process had: in a step it cannot look.
+    held = max(mine, files.kept() or mine)
+    now_ns = boottime_ns()
+    verdict = judge(held, contact_ns=contact_ns, ranks=ranks, terms=files.terms, now_ns=now_ns)
+    if isinstance(verdict, Expired) and files.take_raised_terms():
+        verdict = judge(held, contact_ns=contact_ns, ranks=ranks, terms=files.terms, now_ns=now_ns)
+    return verdict if isinstance(verdict, Expired) else now_ns

@@ -1,10 +1,12 @@
 """A checkpoint's manifest and where checkpoints lie: the last file written, and what makes a directory count.
 
     <checkpoint directory>/generation-00001/lineage.json
-    <checkpoint directory>/generation-00001/step-00000060/{manifest.json, rank-00000.json, .metadata, __0_0.distcp}
+    <checkpoint directory>/generation-00001/step-00000060/{manifest.json, rank-00000.json, shard-00000.bin}
 
-Manifests carry their lineage (the checkpoint that their generation resumed from), so that the line which training
-really followed can be told from a ghost's writing without any database.
+A shard holds the bytes of the tensors that one rank wrote, one after the other; the rank's own file says what lies
+where in it, with a SHA-256 each, and holds whatever is no tensor. The manifest holds the SHA-256 of each rank's file,
+so that it vouches for every byte. Manifests carry their lineage (the checkpoint that their generation resumed from),
+so that the line which training really followed can be told from a ghost's writing without any database.
 """
 
 from __future__ import annotations
@@ -20,9 +22,11 @@ from typing import Any
 
 from everstep.errors import CheckpointDamaged, CheckpointMissing
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 LINEAGE = "lineage.json"
+ASIDE = ".writing-"
+"""Prefix of directories that are being written, or that a killed save left behind."""
 _NAME = re.compile(r"generation-(\d{5,})/step-(\d{8,})")
 
 
@@ -50,14 +54,16 @@ class CheckpointName:
 
 @dataclass(frozen=True, kw_only=True)
 class FileEntry:
+    """`sha256` is None for a shard: the hashes of its tensors stand in the file of the rank that wrote it."""
+
     name: str
     size_bytes: int
-    sha256: str
+    sha256: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a whole checkpoint consists of. `digests` maps each rank to its state digest per part."""
+    """What a whole checkpoint consists of."""
 
     name: CheckpointName
     parent: CheckpointName | None
@@ -67,7 +73,6 @@ class Manifest:
     created_at: float
     torch_version: str
     files: tuple[FileEntry, ...]
-    digests: dict[int, dict[str, str]]
 
     @property
     def size_bytes(self) -> int:
@@ -75,6 +80,16 @@ class Manifest:
 
     def file(self, name: str) -> FileEntry | None:
         return next((entry for entry in self.files if entry.name == name), None)
+
+
+def rank_file(rank: int) -> str:
+    """Name of the file that describes what one rank wrote."""
+    return f"rank-{rank:05d}.json"
+
+
+def shard_file(rank: int) -> str:
+    """Name of the file with the bytes of the tensors that one rank wrote."""
+    return f"shard-{rank:05d}.bin"
 
 
 def write_manifest(directory: Path, manifest: Manifest, *, may_publish: Callable[[], None]) -> None:
@@ -94,7 +109,6 @@ def write_manifest(directory: Path, manifest: Manifest, *, may_publish: Callable
         "torch_version": manifest.torch_version,
         "size_bytes": manifest.size_bytes,
         "files": [asdict(entry) for entry in manifest.files],
-        "digests": {str(rank): parts for rank, parts in manifest.digests.items()},
     }
     text = json.dumps({**body, "self_sha256": _self_hash(body)}, indent=1)
     aside = directory / (MANIFEST + ".tmp")
@@ -131,7 +145,6 @@ def read_manifest(directory: Path) -> Manifest:
             created_at=body["created_at"],
             torch_version=body["torch_version"],
             files=tuple(FileEntry(**entry) for entry in body["files"]),
-            digests={int(rank): parts for rank, parts in body["digests"].items()},
         )
     except (FileNotFoundError, NotADirectoryError) as err:
         raise CheckpointMissing(

@@ -1,4 +1,4 @@
-"""Which checkpoints are kept, and the removal of the others. Rank 0 calls it after each save."""
+"""Which checkpoints are kept, and the removal of the others. The writer calls it after each save."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from everstep.checkpoint.manifest import MANIFEST, CheckpointName, Manifest, complete_checkpoints, line_of
-from everstep.checkpoint.writer import ASIDE
+from everstep.checkpoint.manifest import ASIDE, MANIFEST, CheckpointName, Manifest, complete_checkpoints, line_of
 
 KEEP = 10
 

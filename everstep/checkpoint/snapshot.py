@@ -26,25 +26,32 @@ _SCHEDULED = ("lr", "initial_lr")
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """One rank's state at one moment. Tensors are the live ones: write or copy them before the next step."""
+    """One rank's state at one moment. Tensors are the live ones: copy them before the next step."""
 
     structures: dict[str, Structure]
     tensors: dict[str, torch.Tensor]
-    hashes: dict[str, str]
-    digests: dict[str, str]
+
+    @classmethod
+    def of(cls, states: Mapping[str, Any]) -> Snapshot:
+        """Of collected states. Raises `UnsupportedState`."""
+        structures, tensors = {}, {}
+        for part, state in states.items():
+            structures[part], own = flatten(state, path=part)
+            tensors.update(own)
+        return cls(structures=structures, tensors=tensors)
+
+    def digests(self, known: Mapping[str, str] | None = None) -> dict[str, str]:
+        """Map each part to the SHA-256 over what this rank holds of it; `known` has hashes of tensors by path."""
+        hashes = dict(known or {})
+        for path, tensor in self.tensors.items():
+            if path not in hashes:
+                hashes[path] = tensor_hash(tensor)
+        return {part: structure_digest(structure, hashes) for part, structure in self.structures.items()}
 
 
 def take(tracked: Mapping[str, Any]) -> Snapshot:
     """Snapshot of tracked objects (by part name) and of this rank's random generators."""
-    structures, tensors, hashes, digests = {}, {}, {}, {}
-    for part, state in collect(tracked).items():
-        structure, own = flatten(state, path=part)
-        own_hashes = {path: tensor_hash(tensor) for path, tensor in own.items()}
-        structures[part] = structure
-        digests[part] = structure_digest(structure, own_hashes)
-        tensors.update(own)
-        hashes.update(own_hashes)
-    return Snapshot(structures=structures, tensors=tensors, hashes=hashes, digests=digests)
+    return Snapshot.of(collect(tracked))
 
 
 def collect(tracked: Mapping[str, Any]) -> dict[str, Any]:

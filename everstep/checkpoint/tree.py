@@ -1,7 +1,8 @@
 """State dicts as trees: a JSON structure plus the tensors that it points to, and back.
 
-The writer stores structures in a file per rank and tensors through torch.distributed.checkpoint; the digest is taken
-over both. Nothing is pickled, so that loading a checkpoint runs no code of whoever wrote it.
+The writer stores structures in a file per rank and the tensors' bytes beside it; the digest is taken over both. A
+sharded tensor stands in a structure with its whole shape. Nothing is pickled, so that loading a checkpoint runs no code
+of whoever wrote it.
 """
 
 from __future__ import annotations
@@ -35,10 +36,12 @@ def flatten(tree: Any, *, path: str) -> tuple[Structure, dict[str, torch.Tensor]
 
 
 def _flatten(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Structure:
-    if isinstance(value, DTensor) or (isinstance(value, torch.Tensor) and value.layout != torch.strided):
+    if isinstance(value, torch.Tensor) and value.layout != torch.strided:
         raise UnsupportedState(
             f"Cannot save {path}: {type(value).__name__} with layout {value.layout} is not supported."
         )
+    if isinstance(value, DTensor) and any(placement.is_partial() for placement in value.placements):
+        raise UnsupportedState(f"Cannot save {path}: a DTensor with pending sums. Call redistribute() on it first.")
     if isinstance(value, torch.Tensor):
         tensors[path] = value.detach()
         return {"$": "tensor", "path": path, "dtype": str(value.dtype), "shape": list(value.shape)}
@@ -105,12 +108,15 @@ def tensor_entries(structure: Structure) -> Iterator[dict[str, Any]]:
 
 
 def tensor_hash(tensor: torch.Tensor) -> str:
-    """SHA-256 over type, shape and bytes (in the machine's own order) of a tensor on any device."""
-    host = tensor.detach().cpu().contiguous()
-    digest = hashlib.sha256(f"{host.dtype}{tuple(host.shape)}".encode())
-    if host.numel():
-        digest.update(host.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+    """SHA-256 over the bytes (in the machine's own order) of a tensor on any device; of a DTensor, this rank's part."""
+    return hashlib.sha256(host_bytes(tensor)).hexdigest()
+
+
+def host_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor, or of this rank's part of a DTensor, on the host."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    host = local.detach().cpu().contiguous()
+    return memoryview(host.reshape(-1).view(torch.uint8).numpy()) if host.numel() else memoryview(b"")
 
 
 def structure_digest(structure: Structure, hashes: Mapping[str, str]) -> str:
@@ -124,7 +130,8 @@ def _canonical(structure: Structure, hashes: Mapping[str, str]) -> Structure:
     if not isinstance(structure, dict):
         return structure
     if structure["$"] == "tensor":
-        return {"$": "tensor", "hash": hashes[structure["path"]]}
+        described = {name: structure[name] for name in ("$", "dtype", "shape")}
+        return {**described, "hash": hashes[structure["path"]]}
     if structure["$"] in _MAPPINGS:
         items = [[json.dumps(key), _canonical(item, hashes)] for key, item in structure["items"]]
         return {"$": structure["$"], "items": sorted(items, key=lambda item: str(item[0]))}

@@ -1,0 +1,385 @@
+"""Saves without holding training up: a copy into memory, and the node's writer does the rest.
+
+`Run` owns one. All ranks call `save` together; what came of it is told by `news`, some steps later, on rank 0 for the
+checkpoint as a whole and on each rank for what went wrong with its own part.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from everstep.checkpoint.arena import Arena
+from everstep.checkpoint.layout import Layout, plan_layout, signature
+from everstep.checkpoint.manifest import ASIDE, CheckpointName
+from everstep.checkpoint.replicas import Replicas, synchronized_paths
+from everstep.checkpoint.snapshot import Snapshot, take
+from everstep.checkpoint.tree import structure_digest
+from everstep.checkpoint.wire import receive, send
+from everstep.checkpoint.writers import Writer
+from everstep.errors import EverstepError, SaveFailed
+from everstep.ranks import Team
+
+WhenBusy = Literal["wait", "skip"]
+
+_PUBLISH_LIMIT_S = 600.0
+_LOOK_EVERY_S = 0.05
+_RETRY_AFTER_S = (0.5, 2.0, 8.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class News:
+    """What became of a save. `problem` is "" where all went well; sizes in bytes, times in seconds."""
+
+    kind: Literal["saved", "failed", "skipped", "rehashed"]
+    name: CheckpointName
+    problem: str = ""
+    size_bytes: int = 0
+    save_time_s: float = 0.0
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveSettings:
+    """How a run saves. `bytes_per_s` limits what all nodes together send to the store; None does not.
+
+    when_busy: what the next save does while the one before it is still being written: wait for at most `wait_limit_s`
+    and then skip, or skip at once.
+    """
+
+    root: Path
+    job: str
+    total_steps: int
+    parent: CheckpointName | None
+    keep: int
+    when_busy: WhenBusy = "wait"
+    wait_limit_s: float = 30.0
+    bytes_per_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Statement:
+    """What a rank says to all before a save. `lost` is a save whose part failed on this rank."""
+
+    aside: str
+    problem: str
+    busy: bool
+    connected: bool
+    lost: CheckpointName | None
+    signature: str
+    checksums: dict[str, tuple[int, ...]]
+    structures: dict[str, str]
+
+
+class Saver:
+    """One rank's share in every save of a run."""
+
+    def __init__(self, settings: SaveSettings, team: Team) -> None:
+        self._settings = settings
+        self._team = team
+        self._replicas = Replicas()
+        self._writer: Writer | None = None
+        self._writer_problem = ""
+        self._arena: Arena | None = None
+        self._layout: Layout | None = None
+        self._planned_for: tuple[str, frozenset[str]] | None = None
+        self._part_of: CheckpointName | None = None
+        """The save whose part of this rank is being written: its memory is in use."""
+        self._publishing: CheckpointName | None = None
+        self._lost: CheckpointName | None = None
+        self._listening = False
+        self._news: list[News] = []
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is under way, as far as this rank knows."""
+        return self._part_of is not None or self._publishing is not None
+
+    # --- Saving, all ranks together -------------------------------------------------------------------------------
+
+    def save(self, name: CheckpointName, tracked: Mapping[str, Any]) -> bool:
+        """Copy the state and leave the rest to the writer; False where nothing was begun, and `news` says why.
+
+        A collective. Never raises for what storage or a state does: training goes on.
+        """
+        snapshot, problem = _attempt(lambda: take(tracked))
+        statements = self._until_free(name, snapshot, problem)
+        if statements is None:
+            return False
+        problems = [f"rank {rank}: {said.problem}" for rank, said in enumerate(statements) if said.problem]
+        if problems or snapshot is None:
+            return self._refuse(name, problems)
+        if not all(said.connected for said in statements):
+            problems = self._connect()
+            if problems:
+                return self._refuse(name, problems)
+        self._replicas.compare(
+            [said.checksums for said in statements], synchronized=synchronized_paths(tracked, snapshot.tensors)
+        )
+        own_keys = {
+            path: f"{path}@rank-{self._team.rank:05d}" for path in snapshot.tensors if path in self._replicas.differing
+        }
+        tensors = {own_keys.get(path, path): tensor for path, tensor in snapshot.tensors.items()}
+        same = {
+            part for part, digest in statements[self._team.rank].structures.items()
+            if self._team.rank and statements[0].structures.get(part) == digest
+        }
+        described = {
+            "parts": {part: {"$": "same"} if part in same else value for part, value in snapshot.structures.items()},
+            "own_keys": own_keys,
+        }
+        if self._must_plan(statements):
+            problems = self._plan(tensors, described)
+            if problems:
+                return self._refuse(name, problems)
+            self._planned_for = (statements[self._team.rank].signature, self._replicas.differing)
+        self._hand_over(name, tensors, described, aside=Path(statements[0].aside))
+        return True
+
+    def _until_free(self, name: CheckpointName, snapshot: Snapshot | None, problem: str) -> list[_Statement] | None:
+        """What every rank says once none is busy with an earlier save; None where this one is skipped."""
+        directory = name.directory(self._settings.root)
+        aside = str(directory.with_name(f"{ASIDE}{directory.name}-{uuid.uuid4().hex[:8]}"))
+        first = _Statement(
+            aside=aside,
+            problem=problem,
+            busy=self._look_busy(),
+            connected=self._writer is not None,
+            lost=self._lost,
+            signature=signature(snapshot.tensors) if snapshot else "",
+            checksums=self._replicas.checksums(snapshot.tensors) if snapshot and self._team.world_size > 1 else {},
+            structures={part: structure_digest(value, {}) for part, value in snapshot.structures.items()}
+            if snapshot and self._team.world_size > 1
+            else {},
+        )
+        statements: list[_Statement] = self._team.gather(first)
+        busy = [(said.busy, said.lost) for said in statements]
+        began = time.monotonic()
+        while any(is_busy for is_busy, _ in busy):
+            if any(lost is not None and lost == self._publishing for _, lost in busy):
+                self._send({"op": "abandon"})
+            waited_s = self._team.broadcast(time.monotonic() - began)
+            if self._settings.when_busy == "skip" or waited_s > self._settings.wait_limit_s:
+                ranks = [rank for rank, (is_busy, _) in enumerate(busy) if is_busy]
+                self._tell("skipped", name, f"the save before it is still being written (ranks {ranks[:8]})")
+                return None
+            self._listen(_LOOK_EVERY_S)
+            busy = self._team.gather((self._look_busy(), self._lost))
+        if began and self._team.world_size > 1 and any(said.busy or not said.connected for said in statements):
+            connected = self._team.gather(self._writer is not None)
+            statements = [
+                _Statement(**{**vars(said), "connected": is_connected})
+                for said, is_connected in zip(statements, connected, strict=True)
+            ]
+        elif statements[0].busy:
+            statements = [_Statement(**{**vars(statements[0]), "connected": self._writer is not None})]
+        self._lost = None
+        return statements
+
+    def _look_busy(self) -> bool:
+        self._listen(0)
+        return self.busy
+
+    def _connect(self) -> list[str]:
+        self._drop_writer()
+        writer, problem = _attempt(lambda: Writer(self._team))
+        self._writer = writer
+        problems = self._team.gather(problem)
+        if self._writer is not None and self._arena is not None:
+            self._lend_arena()
+        return [f"rank {rank}: {said}" for rank, said in enumerate(problems) if said]
+
+    def _must_plan(self, statements: list[_Statement]) -> bool:
+        """The same answer on every rank needs a word of each; without others, this one's is enough."""
+        mine = (statements[self._team.rank].signature, self._replicas.differing)
+        return any(self._team.gather(self._planned_for != mine))
+
+    def _plan(self, tensors: Mapping[str, torch.Tensor], described: Mapping[str, Any]) -> list[str]:
+        layout, problem = _attempt(lambda: plan_layout(tensors, self._team))
+        if layout is not None:
+            self._layout = layout
+            _, problem = _attempt(lambda: self._make_room(layout.size_bytes + 2 * len(_text(layout, described))))
+        return [f"rank {rank}: {said}" for rank, said in enumerate(self._team.gather(problem)) if said]
+
+    def _make_room(self, size_bytes: int) -> None:
+        if self._arena is not None and self._arena.size_bytes >= size_bytes:
+            return
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
+        self._arena = Arena(size_bytes)
+        self._lend_arena()
+
+    def _lend_arena(self) -> None:
+        assert self._arena is not None
+        self._send({"op": "arena", "size_bytes": self._arena.size_bytes}, fd=self._arena.fd)
+
+    def _hand_over(
+        self, name: CheckpointName, tensors: Mapping[str, torch.Tensor], described: Mapping[str, Any], *, aside: Path
+    ) -> None:
+        """The copy, and word to the writer. What fails here fails on this rank alone: its part is lost."""
+        layout, settings = self._layout, self._settings
+        assert layout is not None
+
+        def copy() -> int:
+            text = _text(layout, described)
+            self._make_room(layout.size_bytes + len(text))
+            assert self._arena is not None
+            layout.copy(tensors, self._arena.view)
+            self._arena.write(layout.size_bytes, text)
+            return len(text)
+
+        described_bytes, problem = _attempt(copy)
+        self._publishing = name if self._team.leads else None
+        if described_bytes is None or self._writer is None:
+            self._lose(name, problem or "its writer is gone")
+            return
+        self._part_of = name
+        sent = self._send(
+            {
+                "op": "save",
+                "name": asdict(name),
+                "aside": str(aside),
+                "limit_s": _PUBLISH_LIMIT_S,
+                "pauses_s": _RETRY_AFTER_S,
+                "bytes_per_s": settings.bytes_per_s / self._writer.nodes if settings.bytes_per_s else None,
+                "part": {
+                    "rank": self._team.rank,
+                    "world_size": self._team.world_size,
+                    "shard_bytes": layout.size_bytes,
+                    "described_at": layout.size_bytes,
+                    "described_bytes": described_bytes,
+                },
+                "publication": {
+                    "root": str(settings.root),
+                    "parent": asdict(settings.parent) if settings.parent else None,
+                    "job": settings.job,
+                    "total_steps": settings.total_steps,
+                    "torch_version": torch.__version__,
+                    "keep": settings.keep,
+                }
+                if self._team.leads
+                else None,
+            }
+        )
+        self._listening = sent
+
+    # --- What became of it ---------------------------------------------------------------------------------------
+
+    def news(self) -> list[News]:
+        """What has become known since the last call. Costs nothing while nothing is under way."""
+        if self._listening:
+            self._listen(0)
+        found, self._news = self._news, []
+        return found
+
+    def settle(self, *, limit_s: float) -> None:
+        """Wait until no save is under way on any rank. A collective."""
+        deadline = time.monotonic() + limit_s
+        while any(self._team.gather((self._look_busy() or self._give_up_if_lost()) and time.monotonic() < deadline)):
+            self._listen(_LOOK_EVERY_S)
+
+    def _give_up_if_lost(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        """Let the writer go."""
+        self._drop_writer()
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
+
+    def _listen(self, limit_s: float) -> None:
+        """Take in what the writer has said; wait for its first word for at most `limit_s`."""
+        while self._writer is not None:
+            channel = self._writer.channel
+            if not select.select([channel], [], [], limit_s)[0]:
+                return
+            limit_s = 0
+            message, _ = receive(channel)
+            if message is None:
+                self._drop_writer()
+                return
+            self._take(message)
+
+    def _take(self, message: dict[str, Any]) -> None:
+        name = CheckpointName(generation=message["generation"], step=message["step"])
+        problem = message["problem"]
+        match message["about"]:
+            case "part":
+                self._part_of = None
+                if problem:
+                    self._lose(name, problem)
+            case "save":
+                self._publishing = None
+                if problem:
+                    self._tell("failed", name, problem)
+                else:
+                    self._news.append(
+                        News(
+                            kind="saved",
+                            name=name,
+                            size_bytes=message["size_bytes"],
+                            save_time_s=message["seconds"],
+                            note=message["left"],
+                        )
+                    )
+            case "rehashed":
+                self._tell("rehashed", name, problem)
+
+    def _lose(self, name: CheckpointName, problem: str) -> None:
+        """This rank's part will not come; rank 0's writer is told when all ranks next talk to each other."""
+        self._lost, self._part_of = name, None
+        self._tell("failed", name, f"rank {self._team.rank}: {problem}")
+        if self._team.leads:
+            self._publishing = None
+
+    def _drop_writer(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        if self._part_of is not None:
+            self._lose(self._part_of, "its writer has died")
+        elif self._publishing is not None:
+            self._tell("failed", self._publishing, "its writer has died")
+        self._publishing = None
+        self._listening = False
+
+    def _refuse(self, name: CheckpointName, problems: list[str]) -> bool:
+        self._tell("failed", name, "; ".join(problems)[:2000])
+        return False
+
+    def _tell(self, kind: Literal["failed", "skipped", "rehashed"], name: CheckpointName, problem: str) -> None:
+        self._news.append(News(kind=kind, name=name, problem=problem))
+
+    def _send(self, message: dict[str, Any], *, fd: int | None = None) -> bool:
+        if self._writer is None:
+            return False
+        try:
+            send(self._writer.channel, message, fd=fd)
+        except OSError:
+            self._drop_writer()
+            return False
+        return True
+
+
+def _text(layout: Layout, described: Mapping[str, Any]) -> bytes:
+    return json.dumps({"chunks": [vars(chunk) for chunk in layout.chunks], **described}).encode()
+
+
+def _attempt(work: Any) -> tuple[Any, str]:
+    """(result, "") or (None, what went wrong): whatever it is, other ranks must not be left waiting."""
+    try:
+        return work(), ""
+    except (EverstepError, SaveFailed) as err:
+        return None, str(err)
+    except Exception as err:
+        return None, f"{type(err).__name__}: {err}"

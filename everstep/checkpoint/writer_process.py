@@ -1,0 +1,211 @@
+"""One process per node that hashes, writes and publishes what its ranks have copied: `python -m ... <socket fd>`.
+
+The first rank of a node starts it (`writers.py`) with a listening socket; each rank of the node connects. It ends when
+the last of them is gone, and dies with the rank that started it. Standard library only, so that it costs about ten
+megabytes and starts in a blink.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from everstep.checkpoint.manifest import CheckpointName, Manifest
+from everstep.checkpoint.publish import Publication, publish, tell_done, tell_failed
+from everstep.checkpoint.retention import remove_expired
+from everstep.checkpoint.shards import Pace, Part, with_patience, write_part
+from everstep.checkpoint.verify import verify
+from everstep.checkpoint.wire import receive, send
+from everstep.elastic.lease_files import LeasePaths
+from everstep.errors import CheckpointDamaged, CheckpointMissing, SaveFailed
+from everstep.rank_lease import PublishingLease
+
+_NICENESS = 10
+_PR_SET_PDEATHSIG = 1
+
+
+class Node:
+    """What the connections of one node's ranks share."""
+
+    def __init__(self) -> None:
+        self.one_at_a_time = threading.Lock()
+        """Ranks of a node write one after the other: the store sees one stream from each node."""
+        self._rehashing: queue.Queue[tuple[Connection, Path, CheckpointName]] = queue.Queue()
+        self._connected = 0
+        self._lock = threading.Lock()
+        threading.Thread(target=self._rehash, name="rehash", daemon=True).start()
+
+    def joined(self) -> None:
+        with self._lock:
+            self._connected += 1
+
+    def left(self) -> None:
+        """The last one to leave ends the process: nobody is there for whom anything could be finished."""
+        with self._lock:
+            self._connected -= 1
+            if not self._connected:
+                os._exit(0)
+
+    def rehash(self, connection: Connection, directory: Path, name: CheckpointName) -> None:
+        """Read it again from storage when nothing else is to be done, and tell."""
+        self._rehashing.put((connection, directory, name))
+
+    def _rehash(self) -> None:
+        while True:
+            connection, directory, name = self._rehashing.get()
+            problem = ""
+            try:
+                verify(directory, from_storage=True)
+            except CheckpointMissing:
+                continue  # retention was faster
+            except CheckpointDamaged as err:
+                problem = str(err)
+            connection.tell("rehashed", name, problem)
+
+
+class Connection:
+    """One rank, as its writer sees it."""
+
+    def __init__(self, channel: socket.socket, node: Node) -> None:
+        self._channel = channel
+        self._node = node
+        self._memory: memoryview | None = None
+        self._abandoned = threading.Event()
+        self._jobs: queue.Queue[dict[str, Any]] = queue.Queue()
+        threading.Thread(target=self._work, name="save", daemon=True).start()
+
+    def serve(self) -> None:
+        """Until the rank is gone."""
+        while True:
+            message, fd = receive(self._channel)
+            if message is None:
+                self._node.left()
+                return
+            match message["op"]:
+                case "arena":
+                    assert fd is not None
+                    self._memory = memoryview(mmap.mmap(fd, message["size_bytes"], prot=mmap.PROT_READ))
+                    os.close(fd)
+                case "save":
+                    self._abandoned.clear()
+                    self._jobs.put(message)
+                case "abandon":
+                    self._abandoned.set()
+
+    def tell(self, about: str, name: CheckpointName, problem: str, **fields: Any) -> None:
+        """Tell the rank how something ended; a rank that is gone needs no telling."""
+        message = {"about": about, "generation": name.generation, "step": name.step, "problem": problem, **fields}
+        with contextlib.suppress(OSError):
+            send(self._channel, message)
+
+    def _work(self) -> None:
+        while True:
+            job = self._jobs.get()
+            name = CheckpointName(**job["name"])
+            if self._write(job, name) and job["publication"] is not None:
+                self._publish(job, name)
+
+    def _write(self, job: dict[str, Any], name: CheckpointName) -> bool:
+        part = Part(name=name, **job["part"])
+        aside, began = Path(job["aside"]), time.monotonic()
+        memory = self._memory
+        assert memory is not None
+
+        def attempt() -> list[Any]:
+            aside.mkdir(parents=True, exist_ok=True)
+            with self._node.one_at_a_time:
+                entries = write_part(aside, part, memory, Pace(job["bytes_per_s"]))
+            tell_done(aside, part.rank, entries)
+            return entries
+
+        problem = ""
+        try:
+            with_patience(attempt, pauses_s=tuple(job["pauses_s"]))
+        except OSError as err:
+            problem = f"{type(err).__name__}: {err}"
+            tell_failed(aside, part.rank, problem)
+        self.tell("part", name, problem, seconds=time.monotonic() - began)
+        return not problem
+
+    def _publish(self, job: dict[str, Any], name: CheckpointName) -> None:
+        said, aside = job["publication"], Path(job["aside"])
+        parent = CheckpointName(**said["parent"]) if said["parent"] else None
+        publication = Publication(
+            root=Path(said["root"]),
+            aside=aside,
+            name=name,
+            parent=parent,
+            job=said["job"],
+            total_steps=said["total_steps"],
+            world_size=job["part"]["world_size"],
+            torch_version=said["torch_version"],
+        )
+        paths = LeasePaths.from_environment(os.environ)
+        lease = None if paths is None else PublishingLease(paths)
+        began, problem = time.monotonic(), ""
+        manifest: Manifest | None = None
+        try:
+            manifest = publish(
+                publication,
+                limit_s=job["limit_s"],
+                abandoned=self._abandoned.is_set,
+                may_publish=lambda: None if lease is None else lease.check(),
+            )
+        except SaveFailed as err:
+            problem = str(err)
+        except OSError as err:
+            problem = f"{type(err).__name__}: {err}"
+        left = ""
+        if manifest is not None:
+            self._node.rehash(self, name.directory(publication.root), name)
+            left = _retain(publication, keep=said["keep"])
+        self.tell(
+            "save",
+            name,
+            problem,
+            size_bytes=manifest.size_bytes if manifest else 0,
+            seconds=time.monotonic() - began,
+            left=left,
+        )
+
+
+def _retain(publication: Publication, *, keep: int) -> str:
+    generation = publication.name.generation
+    try:
+        remove_expired(publication.root, generation=generation, parent=publication.parent, keep=keep)
+    except OSError as err:
+        return f"{type(err).__name__}: {err}"
+    return ""
+
+
+def _die_with(parent: int) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(0)
+
+
+def main() -> int:
+    _die_with(int(sys.argv[2]))
+    os.nice(_NICENESS)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's is meant for the ranks
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    listener = socket.socket(fileno=int(sys.argv[1]))
+    node = Node()
+    while True:
+        channel, _ = listener.accept()
+        node.joined()
+        threading.Thread(target=Connection(channel, node).serve, name="rank", daemon=True).start()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
