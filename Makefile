@@ -11,7 +11,7 @@ SCHEDULES ?= 500
 SCRATCH := EVERSTEP_HOME=$(CURDIR)/.venv/scratch
 
 .PHONY: help install demo demo-check drills single-node check check-format check-lint check-types check-imports \
-	check-unit test test-parts test-systems proof chaos simulate silence openapi lock clean
+	check-unit test test-parts test-systems test-pages proof chaos simulate silence openapi lock clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
@@ -67,15 +67,18 @@ ifdef ARGS
 	@EVERSTEP_TEST_SERVERS=production $(BIN)/pytest $(ARGS) || [ $$? = 5 ] # 5: ARGS chose none of those
 else
 	@$(MAKE) --no-print-directory check-unit
-	@$(MAKE) --no-print-directory -j2 test-parts test-systems
+	@$(MAKE) --no-print-directory -j3 test-parts test-systems test-pages
 endif
 
-# Two lanes side by side, since most of these tests wait: for leases to run out, for processes to start and to die.
+# Lanes side by side, since most of these tests wait: for leases to run out, for processes to start and to die.
 test-parts: install
-	@$(BIN)/pytest -q tests/integration tests/simulation
+	@$(BIN)/pytest -q tests/integration
 
 test-systems: install
-	@$(BIN)/pytest -q tests/acceptance tests/browser
+	@$(BIN)/pytest -q tests/acceptance
+
+test-pages: install
+	@$(BIN)/pytest -q tests/browser tests/simulation
 	@EVERSTEP_TEST_SERVERS=production $(BIN)/pytest -q tests/integration
 
 proof: install ## every long proof in full, one table at the end (about half an hour). SEED=1
