@@ -71,8 +71,10 @@ def open_or_join(
         entries.append(_drill_entry(drill, now))
     seq = append_entries(row.pk, entries)
     # The version rises, so that a decision about the job that was made before this incident is not saved after it.
-    Job.objects.filter(pk=job.pk).update(
-        state=JobState.RECOVERING.value, state_since=now, reason="", version=F("version") + 1
+    Job.objects.filter(pk=job.pk).update(version=F("version") + 1)
+    # One that is to be stopped stays so: the incident is about its stop.
+    Job.objects.filter(pk=job.pk).exclude(state=JobState.STOPPING.value).update(
+        state=JobState.RECOVERING.value, state_since=now, reason=""
     )
     announce(f"incident:{row.pk}", seq)
     announce_change(f"job:{job.pk}")

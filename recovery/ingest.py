@@ -55,11 +55,12 @@ from recovery.models import (
     RankRow,
     ShareRow,
     StepRow,
+    Stray,
 )
 from recovery.store import from_json, to_json
 from recovery.store.situations import finite_or_text, generation_view
 from recovery.store.timelines import append_entries
-from recovery.strays import note_stray
+from recovery.strays import forget_stray, note_stray, take_up
 from recovery.wakeup import announce, announce_change, ask_to_advance, push_orders
 
 log = logging.getLogger(__name__)
@@ -83,6 +84,7 @@ class _Batch:
     refused: int = 0
     """Facts about generations that the node has no share of."""
     _generations: dict[tuple[str, int], GenerationRow | None] = field(default_factory=dict)
+    _strays: frozenset[tuple[str, int]] | None = None
 
     def generation(self, job: str, number: int) -> GenerationRow | None:
         """The generation, if this node has a share of it."""
@@ -94,6 +96,21 @@ class _Batch:
                 .first()
             )
         return self._generations[key]
+
+    def runs_another_plan(self, job: str, number: int) -> bool:
+        """Whether this node runs another plan of a known number: what its ranks say is not about the known one."""
+        if self._strays is None:
+            self._strays = frozenset(Stray.objects.filter(node=self.node).values_list("job_id", "number"))
+        return (job, number) in self._strays
+
+    def note_stray(self, report: AssignmentReport) -> None:
+        note_stray(self.node, report, at=self.server_time(report.at))
+        self._strays = None
+
+    def forget_stray(self, report: AssignmentReport) -> None:
+        """Of one number an agent runs one plan: its last word of the other was lost."""
+        forget_stray(self.node, report)
+        self._strays = None
 
     def server_time(self, at: float) -> float:
         """An agent's time on the server's clock, never in the future."""
@@ -203,11 +220,20 @@ def _store(batch: _Batch, fact: FromAgent) -> None:
     ):
         return
     generation = batch.generation(fact.job, fact.generation)
-    if generation is None:
+    if isinstance(fact, AssignmentReport):
+        if generation is None or fact.plan_id != generation.plan_id:
+            batch.refused += 1
+            batch.note_stray(fact)
+            return
+        if fact.phase is SeenPhase.RUNNING and batch.runs_another_plan(fact.job, fact.generation):
+            batch.forget_stray(fact)
+    elif generation is None or batch.runs_another_plan(fact.job, fact.generation):
         batch.refused += 1
-        if isinstance(fact, AssignmentReport):
-            note_stray(batch.node, fact, at=batch.server_time(fact.at))
         return
+    launch = fact.launch if isinstance(fact, AssignmentReport) else None
+    unordered = generation.run_ordered_at is None or (launch and generation.wanted == AssignmentPhase.PREPARE.value)
+    if unordered and _tells_of_ranks(fact):
+        take_up(generation, batch.node, launch)
     match fact:
         case StepReports():
             _store_steps(batch, generation, fact)
@@ -217,6 +243,15 @@ def _store(batch: _Batch, fact: FromAgent) -> None:
             _store_report(batch, generation, fact)
         case RankStarted() | RankResumed() | RankPhase() | RankFinished() | RankExited():
             _store_rank(batch, generation, fact)
+
+
+def _tells_of_ranks(fact: FromAgent) -> bool:
+    """Whether it can only be said of a generation that was ordered to run."""
+    if not isinstance(fact, AssignmentReport):
+        return True
+    if fact.proof is not None:
+        return fact.proof.kind in AGENT_PROOFS and fact.proof.kind is not ProofKind.NEVER_STARTED
+    return fact.phase is SeenPhase.RUNNING
 
 
 def _tell_gap(batch: _Batch, gap: OutboxGap) -> None:
@@ -435,9 +470,6 @@ def _raise_lease(generation: GenerationRow, *, pace_s: float | None = None, save
 
 
 def _store_report(batch: _Batch, generation: GenerationRow, fact: AssignmentReport) -> None:
-    if fact.plan_id != generation.plan_id:
-        batch.refused += 1
-        return
     share = ShareRow.objects.select_related("generation").get(generation=generation, node=batch.node)
     if share.proof is not None and share.confirmed_at is not None and fact.phase is not SeenPhase.STOPPED:
         return

@@ -15,7 +15,7 @@ import stat
 import struct
 from pathlib import Path
 
-from agents.faults.boot_clock import boottime_ns
+from agents.boot_clock import boottime_ns
 from agents.policy import Account
 from agents.protocol.messages import LeaseTerms
 

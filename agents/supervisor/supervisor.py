@@ -9,7 +9,7 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 
 from agents.log_lines import NodeLog
-from agents.protocol.messages import Assignment, AssignmentReport, ProofKind, SeenPhase, StopProof
+from agents.protocol.messages import Assignment, AssignmentPhase, AssignmentReport, ProofKind, SeenPhase, StopProof
 from agents.sensors.rank_reports import PokeSaid, Said
 from agents.supervisor.environment import mark_of
 from agents.supervisor.highest import HighestStore, HighWater
@@ -90,9 +90,15 @@ class Supervisor:
         self._raise_leases()
 
     def note_contact(self, sent_ns: int) -> None:
-        """The server has written down that it heard what this node sent at `sent_ns` (CLOCK_BOOTTIME)."""
-        for run in self._runs.values():
-            run.note_contact(sent_ns)
+        """The server has written down that it heard what this node sent at `sent_ns` (CLOCK_BOOTTIME).
+
+        Nothing renews the lease of what is to stop, whether that could be recorded and done or not: the server may have
+        a proof by another word than this agent's, and other jobs' ranks beside it keep theirs.
+        """
+        to_stop = {(one.job, one.generation) for one in self._wanted if one.phase is AssignmentPhase.STOP}
+        for key, run in self._runs.items():
+            if key not in to_stop:
+                run.note_contact(sent_ns)
 
     def reconcile(self) -> None:
         """Do what the latest order still asks for; also called when a run has changed."""

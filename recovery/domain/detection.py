@@ -13,8 +13,9 @@ from recovery.domain.diagnosis import diagnose
 from recovery.domain.generations import AssignmentPhase, GenerationView
 from recovery.domain.instructions import JobState
 from recovery.domain.situation import Situation
+from recovery.domain.unproven_stops import unproven_stop
 
-RULE_VERSION = "detection-2"
+RULE_VERSION = "detection-3"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,8 @@ class Fault:
 def find_fault(situation: Situation, now: float) -> Fault | None:
     """The fault of a job that has no open incident; None if it has none, or if its end was wanted."""
     job = situation.job
+    if job.state is JobState.STOPPING:
+        return _held_up_stop(situation, now)
     if job.stop_wanted or job.state not in (JobState.LAUNCHING, JobState.RUNNING, JobState.RECOVERING):
         return None
     newest = max(situation.generations, key=lambda generation: generation.number, default=None)
@@ -44,6 +47,20 @@ def find_fault(situation: Situation, now: float) -> Fault | None:
         or _vanished_runner(newest, launching=job.state is JobState.LAUNCHING)
         or _missing_node(newest, situation, now)
         or _unseen(newest, situation, now)
+    )
+
+
+def _held_up_stop(situation: Situation, now: float) -> Fault | None:
+    """Nobody would ever hear of a stop that waits for a node which is gone."""
+    stop = unproven_stop(situation, now)
+    if stop is None:
+        return None
+    return Fault(
+        generation=stop.generation,
+        rank=None,
+        at=now - stop.silent_s,
+        sentence=stop.cause.sentence,
+        node=stop.cause.node,
     )
 
 

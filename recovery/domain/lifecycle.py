@@ -127,6 +127,8 @@ def _prepare(situation: Situation, now: float) -> JobOutcome:
     generation = _newest(situation)
     if generation is None or generation.wanted is AssignmentPhase.STOP:
         return JobOutcome(instructions=(MarkJob(job=situation.job.id, state=JobState.PENDING),))
+    if generation.run_ordered:  # by a database that was lost: this one was restored from an older backup
+        return JobOutcome(instructions=(MarkJob(job=situation.job.id, state=JobState.LAUNCHING),))
     if generation.failed_shares:
         share = generation.failed_shares[0]
         return _launch_failed(situation, f"{share.node}: {share.detail or share.reason}")

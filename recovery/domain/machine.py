@@ -46,7 +46,7 @@ def step(incident: Incident, situation: Situation, now: float) -> Outcome:
     """Return what is next. An outcome that equals its incident and carries nothing means: wait."""
     if incident.ended:
         return Outcome(incident=incident)
-    if situation.job.stop_wanted:
+    if situation.job.stop_wanted or situation.job.state is JobState.STOPPING:
         return cancel(incident, situation, now)
     if situation.command is not None:
         return obey(incident, situation, situation.command, now)

@@ -8,7 +8,7 @@ from recovery.domain.absences import MissingNode, hold_up_launch
 from recovery.domain.continuity import Verdict
 from recovery.domain.endings import make_receipt, recovered
 from recovery.domain.failures import culprits
-from recovery.domain.fences import next_lease_end
+from recovery.domain.fences import LEASE_SLACK_S, LEASE_WAIT_AT_MOST_S, next_lease_end
 from recovery.domain.generations import GenerationView
 from recovery.domain.incident import Incident, IncidentState
 from recovery.domain.instructions import (
@@ -23,11 +23,6 @@ from recovery.domain.situation import Situation
 from recovery.domain.timeline import Entry, EntryKind, join_names
 
 S = IncidentState
-
-LEASE_SLACK_S = 10.0
-"""After a lease's end, until its proof must be there: a few looks of the sweep."""
-LEASE_WAIT_AT_MOST_S = 300.0
-"""A lease that runs longer (that of a setup) is waited for too, but a human is told: he may know better."""
 
 
 def preparation_failed(incident: Incident, situation: Situation, generation: GenerationView, now: float) -> Outcome:

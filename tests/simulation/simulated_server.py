@@ -662,7 +662,8 @@ class SimulatedServer:
             )
         )
         job.version += 1
-        self._mark(job, JobState.RECOVERING, "")
+        if job.state is not JobState.STOPPING:
+            self._mark(job, JobState.RECOVERING, "")
         self.check(job)
         self.announce(job.id, IncidentState.DETECTED.value)
 

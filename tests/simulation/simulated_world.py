@@ -615,7 +615,10 @@ class SimulatedWorld:
     def _push(self, node: str) -> None:
         """Send a node its orders as they are now; they may be late, twice or lost, and are sent again while it lags."""
         agent, noise = self.agents[node], self.schedule.noise if not self.calm else 0.0
-        if not agent.connected or not (self.web.listens and self.server.database_up):
+        if not agent.connected:
+            return
+        if not (self.web.listens and self.server.database_up):
+            self._push_again(node)  # it looks each second at what its sockets should have been told
             return
         # Copies are taken when they are sent, so that a late one tells what was wanted then.
         order = self.server.order_for(node)
@@ -639,12 +642,8 @@ class SimulatedWorld:
     def _repush(self, node: str) -> None:
         self.repushing.discard(node)
         agent = self.agents[node]
-        if not agent.connected or agent.revision >= self.server.nodes[node].revision:
-            return
-        if self.web.listens and self.server.database_up:
+        if agent.revision < self.server.nodes[node].revision:
             self._push(node)
-        else:
-            self._push_again(node)
 
     def deliver(self, node: str, seq: int, fact: Fact) -> None:
         """A durable message has arrived: taken if it is new, else a repeat; without a database it comes again later."""
