@@ -136,6 +136,9 @@ _CAUSE = {
     "rank_failed": Look("bad", "cross", "Rank failed", "A rank exited with an error of its own."),
     "early_exit": Look("bad", "stop", "Early exit", "A rank exited with code 0 before its last step."),
     "launch_failed": Look("bad", "play", "Launch failed", "A generation could not be started."),
+    "loss_not_finite": Look(
+        "bad", "cross", "Loss not finite", "No rank died, but the loss has been NaN or infinite for several steps."
+    ),
     "runner_lost": Look("bad", "question", "Runner gone", "A node's runner ended; no end of a rank is known."),
     "node_lost": Look("bad", "unlinked", "Node lost", "A node is silent, and a second witness misses it too."),
     "node_silent": Look("warn", "question", "Out of sight", "None of the job's nodes can be seen."),

@@ -54,6 +54,7 @@ from recovery.domain.policy import Policy
 from recovery.domain.receipt import Receipt
 from recovery.domain.silence import Contact, ObserverView, judge_silence
 from recovery.domain.situation import Command, FreshIds, JobView, Situation
+from recovery.domain.trust import UNKNOWN, appraise
 from recovery.domain.witnesses import ProbeView
 
 POLICY = Policy(
@@ -296,6 +297,7 @@ class SimulatedServer:
 
     def situation(self, job: JobRow, row: IncidentRow | None) -> Situation:
         self._plans += 1
+        generations = tuple(self._seen(generation, row) for generation in job.generations.values())
         situation = Situation(
             job=JobView(
                 id=job.id,
@@ -310,8 +312,9 @@ class SimulatedServer:
                 state_since=job.state_since,
             ),
             fleet=self.fleet(),
-            generations=tuple(self._seen(generation, row) for generation in job.generations.values()),
+            generations=generations,
             checkpoints=tuple(job.checkpoints),
+            trust=appraise(dict.fromkeys(job.checkpoints, UNKNOWN), generations),
             fresh=FreshIds(plan_id=f"plan-{self._plans}", run_id=f"run-{self._plans}", generation=job.generation + 1),
             policy=POLICY,
             command=row.command if row else None,
