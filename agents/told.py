@@ -80,8 +80,9 @@ class Told(msgspec.Struct):
                 told.saved = message.step if told.saved is None else max(told.saved, message.step)
             case CheckpointRehashed(job=job, generation=generation) | SaveInTrouble(job=job, generation=generation):
                 notes = self._generation(job, generation).save_notes
-                notes.append(note_key(message))
-                del notes[:-_SAVE_NOTES_KEPT]
+                if note_key(message) not in notes:
+                    notes.append(note_key(message))
+                    del notes[:-_SAVE_NOTES_KEPT]
             case RankFinished(job=job, generation=generation):
                 self._generation(job, generation).finished[message.rank] = message.step
             case RankExited(job=job, generation=generation):
