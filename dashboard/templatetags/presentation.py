@@ -181,6 +181,18 @@ _VERDICT = {
     "inconclusive": Look("warn", "question", "inconclusive", "There is too little to prove it either way."),
     "broken": Look("bad", "cross", "broken", "The training does not go on where it was."),
 }
+_INTEGRITY = {
+    "complete": Look("stale", "clock", "Complete", "Its manifest is in place; its files were not read again yet."),
+    "rehashed": Look("good", "check", "Rehashed", "Every file was read again after the save, and is what was written."),
+    "test_loaded": Look("good", "shield", "Loaded", "Every rank of a generation has loaded it, with equal digests."),
+    "damaged": Look("bad", "cross", "Damaged", "Its files are not what was written: it is never loaded."),
+}
+_TRUST = {
+    "unknown": Look("stale", "question", "Not known yet", "Too few steps were made since."),
+    "clean": Look("good", "check", "Clean", "Training went on sanely after it was saved."),
+    "resumed_from": Look("good", "shield", "Proven", "A generation went on from it sanely."),
+    "tainted": Look("bad", "alert", "Tainted", "Training went wrong before it or soon after it was loaded: not used."),
+}
 _HEALTH = {
     "ok": Look("good", "check", "OK", ""),
     "late": Look("bad", "alert", "Late", ""),
@@ -206,6 +218,8 @@ LOOKS: dict[str, dict[str, Look]] = {
     "drill_kind": _DRILL_KIND,
     "promise": _PROMISE,
     "verdict": _VERDICT,
+    "integrity": _INTEGRITY,
+    "trust": _TRUST,
     "health": _HEALTH,
 }
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from django.db.models import F
-
 from recovery.domain.incident import IncidentState
 from recovery.domain.interval import IntervalChoice, IntervalInputs, choose_interval
 from recovery.models import CheckpointRow, GenerationRow, IncidentRow, Job, StepRow
@@ -65,12 +63,12 @@ def _fleet_failures(now: float) -> tuple[int, float]:
     found = IncidentRow.objects.filter(kind="job", drill__isnull=True, opened_at__gt=since).exclude(
         state=IncidentState.FALSE_ALARM.value
     )
-    failures = sum(((body or {}).get("cause") or {}).get("kind") not in (None, *_NO_FAILURES)
-                   for body in found.values_list("body", flat=True))  # fmt: skip
+    kinds = found.values_list("body__cause__kind", flat=True)
+    failures = sum(kind not in (None, *_NO_FAILURES) for kind in kinds)
     ran = GenerationRow.objects.filter(run_ordered_at__isnull=False, run_ordered_at__gt=since)
     seconds = 0.0
-    for plan, began, ended in ran.values_list("plan", "run_ordered_at", F("stop_ordered_at")):
-        seconds += max(0.0, (now if ended is None else ended) - began) * len(plan.get("nodes", ()))
+    for nodes, began, ended in ran.values_list("plan__nodes", "run_ordered_at", "stop_ordered_at"):
+        seconds += max(0.0, (now if ended is None else ended) - (began or now)) * len(nodes or ())
     return failures, seconds / 3600.0
 
 
