@@ -43,6 +43,8 @@ from everstep.errors import CheckpointDamaged, CheckpointMissing, EverstepError,
 from everstep.rank_lease import RankLease
 from everstep.rank_log import RankLog
 from everstep.ranks import Team
+from everstep.save_interval import SaveInterval
+from everstep.save_requests import SaveRequests
 from everstep.telemetry import Telemetry
 
 
@@ -82,7 +84,12 @@ class Run:
     checkpoint_directory: where checkpoints lie when no runner says so; all nodes must share it.
     deterministic: the promise that equal state gives equal losses, bit for bit; by default, whether torch was told to
     use deterministic algorithms when training starts.
-    keep: complete checkpoints to keep.
+    save_every: steps between saves, or "auto": what costs least by the measured time of saves and steps and by how
+    often machines fail (`save_interval.py`). A server's word (EVERSTEP_SAVE_EVERY) overrides it.
+    keep: complete checkpoints to keep, beside those that the server has pinned.
+
+    SIGTERM, an operator or a notice of maintenance gives one save at a step that all ranks agree on, within about a
+    second; after SIGTERM to any rank, all end with exit code 143 once it is saved, or when 25 s are over.
 
     Exit code 76: under a runner, neither contact with the server nor progress came within the limit of the phase, for
     example because the node was frozen, so that another generation may be running. The rank ends itself before it
@@ -93,23 +100,22 @@ class Run:
         self,
         *,
         total_steps: int,
-        save_every: int = 100,
+        save_every: int | Literal["auto"] = 100,
         seed: int | None = 0,
         checkpoint_directory: str | os.PathLike[str] = "checkpoints",
         deterministic: bool | None = None,
         keep: int = KEEP,
     ) -> None:
-        if total_steps < 1 or save_every < 1 or keep < 1:
-            raise UsageError(
-                f"Run(total_steps={total_steps}, save_every={save_every}, keep={keep}): each must be at least 1."
-            )
+        if total_steps < 1 or keep < 1:
+            raise UsageError(f"Run(total_steps={total_steps}, keep={keep}): each must be at least 1.")
         self.total_steps = total_steps
-        self.save_every = save_every
+        self._interval = SaveInterval(save_every, nodes=int(os.environ.get("GROUP_WORLD_SIZE", "1")))
         self.seed = seed
         self.keep = keep
         self._deterministic = deterministic
         self._context = RunContext.from_environment()
         self.checkpoint_directory = self._context.checkpoint_directory or Path(checkpoint_directory)
+        self._requests = SaveRequests(self._context.run_directory)
         self.rank = self._context.rank
         self.generation = self._context.generation or 0
         """Rising number of this start of the job; 0 until `resume` where no runner gave one."""
@@ -143,6 +149,11 @@ class Run:
     def step(self) -> int:
         """Steps done."""
         return self._done
+
+    @property
+    def save_every(self) -> int:
+        """Steps between saves; with `auto`, as measured until now."""
+        return self._interval.steps
 
     def track(
         self,
@@ -360,6 +371,8 @@ class Run:
             live_digest=live,
             deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
         )
+        self._interval.begin(self._done)
+        self._requests.begin(self._team, step=self._done)
         if self._parent is None:
             self._save()
 
@@ -388,8 +401,11 @@ class Run:
         )
         if self._phase != before:
             self._tell("phase", phase=self._phase.word)
-        if self._done % self.save_every == 0:
+        self._interval.made(step_time_s)
+        asked = self._requests.due(self._done)
+        if asked or self._interval.due(self._done):
             self._save()
+        self._requests.leave_if_told()
 
     def _finish(self) -> None:
         if self._saved_step != self._done:
@@ -399,8 +415,12 @@ class Run:
 
     def _save(self) -> None:
         """Save now, all ranks together. A failure is told and survived: the next save tries again."""
+        started = time.monotonic()
         with self._during(Phase.SAVE):
             self._save_now()
+        self._interval.saved(self._done, blocked_s=time.monotonic() - started)
+        if self._interval.measures and self._team is not None:
+            self._interval.steps = self._team.greatest(self._interval.best_steps() if self._team.leads else 0)[0]
 
     def _save_now(self) -> None:
         assert self._team is not None

@@ -20,7 +20,7 @@ MAX_DATAGRAM_BYTES = 60_000
 BACKLOG_LIMIT = 1000
 """Datagrams kept while the agent is away; at 20 steps per second, the last 50 seconds."""
 
-KINDS = frozenset({"resumed", "step", "phase", "saved", "finished", "poke"})
+KINDS = frozenset({"resumed", "step", "phase", "saved", "rehashed", "save_failed", "save_skipped", "finished", "poke"})
 
 
 def encode(fields: dict[str, Any]) -> bytes:

@@ -22,7 +22,14 @@ from recovery.wakeup import announce, announce_change, ask_to_advance
 
 
 def open_or_join(
-    job: Job, *, generation: int, rank: int | None, sentence: str, fault_at: float, node: str | None = None
+    job: Job,
+    *,
+    generation: int,
+    rank: int | None,
+    sentence: str,
+    fault_at: float,
+    node: str | None = None,
+    lost: str = "",
 ) -> IncidentRow:
     """Open the job's incident, or add the fact to the one that is open. Must run inside a transaction.
 
@@ -36,7 +43,7 @@ def open_or_join(
         if drill is not None:
             _mark_as_drill(row, drill)
         return row
-    lost = node or ("a runner" if rank is None else f"rank {rank}")
+    lost = lost or node or ("a runner" if rank is None else f"rank {rank}")
     incident = Incident(
         id=fresh_id("inc"),
         job=job.id,

@@ -21,6 +21,7 @@ from agents.protocol.messages import (
     AGENT_PROOFS,
     AssignmentPhase,
     AssignmentReport,
+    CheckpointRehashed,
     CheckpointSaved,
     FaultReport,
     FromAgent,
@@ -33,16 +34,18 @@ from agents.protocol.messages import (
     RankPhase,
     RankResumed,
     RankStarted,
+    SaveInTrouble,
     SeenPhase,
     StepReports,
     StopProof,
 )
-from recovery import drills, proofs
+from recovery import checkpoints, drills, proofs
 from recovery.domain.diagnosis import diagnose
-from recovery.domain.generations import FenceProof, LeaseLimits
+from recovery.domain.generations import NONFINITE_STEPS, FenceProof, LeaseLimits
 from recovery.domain.instructions import JOB_ENDS
 from recovery.domain.lease import raised
 from recovery.domain.timeline import Entry, EntryKind
+from recovery.domain.trust import Nonfinite, fold_loss
 from recovery.incidents import open_or_join
 from recovery.models import (
     CheckpointRow,
@@ -213,6 +216,8 @@ def _store(batch: _Batch, fact: FromAgent) -> None:
         | RankStarted
         | RankResumed
         | CheckpointSaved
+        | CheckpointRehashed
+        | SaveInTrouble
         | RankPhase
         | RankFinished
         | RankExited
@@ -239,6 +244,10 @@ def _store(batch: _Batch, fact: FromAgent) -> None:
             _store_steps(batch, generation, fact)
         case CheckpointSaved():
             _store_checkpoint(batch, generation, fact)
+        case CheckpointRehashed():
+            checkpoints.note_rehashed(generation, fact, at=batch.server_time(fact.at))
+        case SaveInTrouble():
+            checkpoints.note_trouble(generation, fact, at=batch.server_time(fact.at))
         case AssignmentReport():
             _store_report(batch, generation, fact)
         case RankStarted() | RankResumed() | RankPhase() | RankFinished() | RankExited():
@@ -311,6 +320,8 @@ def _store_rank(
     row.save()
     batch.look_at.add(generation.job_id)
     if isinstance(fact, RankExited):
+        if row.resumed_at is None:
+            checkpoints.note_refused_load(generation, fact.detail, at=at)
         _judge_exit(generation, row)
 
 
@@ -377,12 +388,15 @@ def _store_steps(batch: _Batch, generation: GenerationRow, fact: StepReports) ->
         row.last_step = max(row.last_step or 0, max(step.step for step in rows))
         row.progress_at = max(row.progress_at or 0.0, max(step.at for step in rows))
         row.pace_s = _pace(row, rows, before)
+        if _judge_losses(row, rows):
+            batch.look_at.add(generation.job_id)
         if row.phase in ("", Phase.SETUP.value, Phase.COMPILE.value):
             row.phase, row.phase_at = Phase.STEP.value, row.progress_at
         row.progress_seen_at = time.time()
         row.save(
             update_fields=[
                 "first_step_at", "last_step", "progress_at", "progress_seen_at", "pace_s", "phase", "phase_at",
+                "nonfinite_since", "nonfinite_count", "nonfinite_at",
             ]
         )  # fmt: skip
         _raise_lease(generation, pace_s=row.pace_s)
@@ -392,6 +406,18 @@ def _store_steps(batch: _Batch, generation: GenerationRow, fact: StepReports) ->
     announce_change(f"job:{generation.job_id}")
     if IncidentRow.objects.filter(job_id=generation.job_id, state="verifying").exists():
         batch.look_at.add(generation.job_id)
+
+
+def _judge_losses(row: RankRow, steps: Sequence[StepRow]) -> bool:
+    """Follow a run of losses that are not finite; True when it has just become too long."""
+    before = found = Nonfinite(since=row.nonfinite_since, count=row.nonfinite_count)
+    for step in sorted(steps, key=lambda step: step.step):
+        loss = float(step.loss_text) if step.loss_text else step.loss
+        was, found = found, fold_loss(found, step=step.step, loss=loss, enough=NONFINITE_STEPS)
+        if found.count == 1 and was.count == 0:
+            row.nonfinite_at = step.at
+    row.nonfinite_since, row.nonfinite_count = found.since, found.count
+    return found.count >= NONFINITE_STEPS > before.count
 
 
 def _store_checkpoint(batch: _Batch, generation: GenerationRow, fact: CheckpointSaved) -> None:
@@ -409,6 +435,7 @@ def _store_checkpoint(batch: _Batch, generation: GenerationRow, fact: Checkpoint
             "parent_step": fact.parent_step,
             "saved_at": batch.server_time(fact.at),
             "save_time_s": finite_or_text(fact.save_time_s)[0],
+            "blocked_s": finite_or_text(fact.blocked_s)[0],
             "after_fence": late,
         },
     )

@@ -209,6 +209,10 @@ class Assignment(Message, frozen=True, kw_only=True):
     """None only with phase `stop`."""
     lease: LeaseTerms | None = None
     """Terms that hold now; the agent hands raised ones to the runner. None: the runner keeps no lease."""
+    keep: list[Name] = []
+    """Checkpoints that the ranks may not remove, as `<generation>:<step>`."""
+    save_request: int = 0
+    """Rises with each wish for a checkpoint now; the ranks save once for a number that they have not seen yet."""
 
 
 class FaultKind(StrEnum):
@@ -322,6 +326,41 @@ class CheckpointSaved(Message, frozen=True, kw_only=True, tag="checkpoint_saved"
     parent_generation: int | None = None
     parent_step: int | None = None
     save_time_s: float | None = None
+    blocked_s: float | None = None
+    """How long training stood still for it; None: for the whole save."""
+
+
+class CheckpointRehashed(Message, frozen=True, kw_only=True, tag="checkpoint_rehashed"):
+    """All files of a complete checkpoint were read again after its save, or some of them are not what was written."""
+
+    job: Name
+    generation: Generation
+    rank: int
+    step: int
+    at: float
+    ok: bool
+    reason: Text = ""
+    """What is wrong with which file."""
+
+
+class SaveTroubleKind(StrEnum):
+    FAILED = "failed"
+    SKIPPED = "skipped"
+    """Left out, since the one before it was still being written."""
+
+
+class SaveInTrouble(Message, frozen=True, kw_only=True, tag="save_trouble"):
+    """A save that came to nothing. Training goes on, and the last good checkpoint stays what it is."""
+
+    job: Name
+    generation: Generation
+    rank: int
+    step: int
+    at: float
+    kind: SaveTroubleKind
+    attempt: int = 1
+    """Which try of this step's save it was."""
+    reason: Text = ""
 
 
 class RankPhase(Message, frozen=True, kw_only=True, tag="rank_phase"):
@@ -469,6 +508,8 @@ FromAgent = (
     | RankStarted
     | RankResumed
     | CheckpointSaved
+    | CheckpointRehashed
+    | SaveInTrouble
     | RankPhase
     | RankFinished
     | RankExited
@@ -485,6 +526,8 @@ DURABLE = (
     RankStarted,
     RankResumed,
     CheckpointSaved,
+    CheckpointRehashed,
+    SaveInTrouble,
     RankPhase,
     RankFinished,
     RankExited,

@@ -19,6 +19,7 @@ MAX_REPORT_BYTES = 64 * 1024
 _Name = Annotated[str, Meta(min_length=1, max_length=200)]
 _Count = Annotated[int, Meta(ge=0, le=2**53)]
 _Positive = Annotated[int, Meta(ge=1, le=2**53)]
+_Reason = Annotated[str, Meta(max_length=4000)]
 _Digest = Annotated[
     dict[Annotated[str, Meta(max_length=100)], Annotated[str, Meta(max_length=200)]], Meta(max_length=64)
 ]
@@ -62,6 +63,26 @@ class SavedSaid(_FromRank, frozen=True, tag="saved"):
     parent_generation: _Positive | None = None
     parent_step: _Count | None = None
     save_time_s: float | None = None
+    blocked_s: float | None = None
+
+
+class RehashedSaid(_FromRank, frozen=True, tag="rehashed"):
+    """The files of a complete checkpoint were read again: all of them are what was written, or one is not."""
+
+    step: _Count
+    ok: bool
+    reason: _Reason = ""
+
+
+class SaveFailedSaid(_FromRank, frozen=True, tag="save_failed"):
+    step: _Count
+    attempt: _Positive = 1
+    reason: _Reason = ""
+
+
+class SaveSkippedSaid(_FromRank, frozen=True, tag="save_skipped"):
+    step: _Count
+    reason: _Reason = ""
 
 
 class FinishedSaid(_FromRank, frozen=True, tag="finished"):
@@ -78,7 +99,8 @@ class PokeSaid(_Report, frozen=True, tag="poke"):
     """The runner asks to read its events again."""
 
 
-RankReport = StepSaid | ResumedSaid | SavedSaid | PhaseSaid | FinishedSaid
+SaveNote = RehashedSaid | SaveFailedSaid | SaveSkippedSaid
+RankReport = StepSaid | ResumedSaid | SavedSaid | SaveNote | PhaseSaid | FinishedSaid
 Said = RankReport | PokeSaid
 
 

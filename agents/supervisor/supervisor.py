@@ -16,6 +16,7 @@ from agents.supervisor.highest import HighestStore, HighWater
 from agents.supervisor.orders import Act, Action, Key, Known, reconcile
 from agents.supervisor.run import Run, Workplace
 from agents.supervisor.stopping import Target, prove_stopped
+from agents.supervisor.wishes import Wishes
 
 log = NodeLog(__name__)
 
@@ -88,6 +89,7 @@ class Supervisor:
             del self._others[key]
         self.reconcile()
         self._raise_leases()
+        self._pass_wishes_on()
 
     def note_contact(self, sent_ns: int) -> None:
         """The server has written down that it heard what this node sent at `sent_ns` (CLOCK_BOOTTIME).
@@ -147,6 +149,12 @@ class Supervisor:
             run = self._runs.get((assignment.job, assignment.generation))
             if run is not None and assignment.lease is not None and run.plan_id == assignment.plan_id:
                 run.raise_lease(assignment.lease)
+
+    def _pass_wishes_on(self) -> None:
+        for assignment in self._wanted:
+            run = self._runs.get((assignment.job, assignment.generation))
+            if run is not None and run.plan_id == assignment.plan_id and assignment.phase is not AssignmentPhase.STOP:
+                run.wish(Wishes.of(assignment))
 
     def _known(self) -> dict[Key, Known]:
         known = {key: Known(plan_id=report.plan_id, phase=report.phase) for key, report in self._others.items()}

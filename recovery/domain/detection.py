@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from recovery.domain.absences import missing_nodes, node_silent, unseen_for_s
 from recovery.domain.diagnosis import diagnose
+from recovery.domain.failures import loss_lost
 from recovery.domain.generations import AssignmentPhase, GenerationView
 from recovery.domain.instructions import JobState
 from recovery.domain.situation import Situation
@@ -30,6 +31,8 @@ class Fault:
     sentence: str
     node: str | None = None
     """Set where a whole node is what broke."""
+    lost: str = ""
+    """What the generation has lost, where that is neither a rank, a runner nor a node."""
 
 
 def find_fault(situation: Situation, now: float) -> Fault | None:
@@ -46,6 +49,7 @@ def find_fault(situation: Situation, now: float) -> Fault | None:
         _death(newest)
         or _vanished_runner(newest, launching=job.state is JobState.LAUNCHING)
         or _missing_node(newest, situation, now)
+        or _lost_loss(newest)
         or _unseen(newest, situation, now)
     )
 
@@ -87,6 +91,20 @@ def _vanished_runner(generation: GenerationView, *, launching: bool) -> Fault | 
         rank=None,
         at=None,
         sentence=f"The runner of generation {generation.number} on {share.node} is gone.",
+    )
+
+
+def _lost_loss(generation: GenerationView) -> Fault | None:
+    cause = loss_lost(generation)
+    if cause is None:
+        return None
+    began = [rank.nonfinite_at for rank in generation.ranks if rank.nonfinite_at is not None]
+    return Fault(
+        generation=generation.number,
+        rank=None,
+        at=min(began, default=None),
+        sentence=cause.sentence,
+        lost="its loss: it is not finite any more",
     )
 
 

@@ -71,6 +71,8 @@ class CauseKind(StrEnum):
     """A node's runner ended, and no end of a rank is known."""
     NODE_LOST = "node_lost"
     """A node is silent, and a second witness misses it too."""
+    LOSS_NOT_FINITE = "loss_not_finite"
+    """Nothing died, but a rank's loss has been NaN or infinite for several steps."""
     NODE_SILENT = "node_silent"
     """None of the job's nodes can be seen: whether it trains is not known."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -11,6 +12,7 @@ from recovery.domain.generations import GenerationView
 from recovery.domain.instructions import JobState
 from recovery.domain.plan import CheckpointRef, LeaseLimits
 from recovery.domain.policy import Policy
+from recovery.domain.trust import Trust
 from recovery.domain.witnesses import ProbeView
 
 
@@ -41,6 +43,8 @@ class JobView:
     """No rank finishes a step without all others."""
     lease: LeaseLimits = field(default_factory=LeaseLimits)
     """Terms that its next generation begins with."""
+    save_every: str = ""
+    """What its next generation is told of saving: steps, `auto`, or nothing where the script decides."""
     stop_wanted: bool = False
     launch_attempts: int = 0
     state_since: float = 0.0
@@ -65,6 +69,8 @@ class Situation:
     generations: tuple[GenerationView, ...]
     """All generations of the job, oldest first."""
     checkpoints: tuple[CheckpointRef, ...]
+    trust: Mapping[CheckpointRef, Trust]
+    """How far each of them may be trusted, as of now."""
     fresh: FreshIds
     policy: Policy = field(default_factory=Policy)
     verdict: Verdict | None = None

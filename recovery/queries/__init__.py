@@ -44,6 +44,7 @@ from recovery.queries.nodes import (
 )
 from recovery.queries.overview import ControlPlane, Overview, overview
 from recovery.queries.page import Position
+from recovery.queries.saving import JobSaving, job_saving
 
 __all__ = [
     "CheckpointView",
@@ -56,6 +57,7 @@ __all__ = [
     "IncidentSummary",
     "JobDetail",
     "JobMetrics",
+    "JobSaving",
     "JobSummary",
     "MetricPoint",
     "MetricSeries",
@@ -82,6 +84,7 @@ __all__ = [
     "incident_timeline",
     "job_checkpoints",
     "job_metrics",
+    "job_saving",
     "list_drills",
     "list_incidents",
     "list_jobs",

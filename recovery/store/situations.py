@@ -28,6 +28,7 @@ from recovery.domain.silence import (
     judge_silence,
 )
 from recovery.domain.situation import Command, FreshIds, JobView, Situation
+from recovery.domain.trust import Health, Integrity, Trust, appraise
 from recovery.domain.witnesses import ProbeView
 from recovery.ids import fresh_id
 from recovery.models import (
@@ -43,6 +44,7 @@ from recovery.models import (
     StepRow,
     Stray,
 )
+from recovery.store.save_intervals import save_every
 from recovery.store.serialize import from_json
 
 CONTROL_PLANE = "control_plane"
@@ -73,6 +75,7 @@ def load_situation(
     """
     at = time.time() if now is None else now
     generations = load_generations(job)
+    trust = appraise(load_trust(job.pk), generations)
     situation = Situation(
         job=JobView(
             id=job.id,
@@ -82,18 +85,16 @@ def load_situation(
             ranks_per_node=job.spec["ranks_per_node"],
             synchronous=job.spec.get("synchronous", True),
             lease=lease_terms(job, generations),
+            # Planned with, and only then: what a fleet's failures say is not read for a job that trains.
+            save_every="" if job.state == JobState.RUNNING.value else save_every(job, now=at),
             stop_wanted=job.stop_wanted,
             launch_attempts=job.launch_attempts,
             state_since=job.state_since,
         ),
         fleet=fleet or load_fleet(at),
         generations=generations,
-        checkpoints=tuple(
-            CheckpointRef(generation=generation, step=step)
-            for generation, step in CheckpointRow.objects.filter(job=job, after_fence=False).values_list(
-                "generation_number", "step"
-            )
-        ),
+        checkpoints=tuple(trust),
+        trust=trust,
         fresh=FreshIds(plan_id=fresh_id("plan"), run_id=fresh_id("run"), generation=job.generation + 1),
         command=Command(command) if command else None,
         probes=load_probes(at),
@@ -105,6 +106,21 @@ def load_situation(
         return situation
     verdict, caught_up_at = _judge(job, incident, situation, new)
     return Situation(**{**vars(situation), "verdict": verdict, "caught_up_at": caught_up_at})
+
+
+def load_trust(job_id: str) -> dict[CheckpointRef, Trust]:
+    """What the rows know of each checkpoint that may ever be resumed from; `trust.appraise` adds what follows."""
+    rows = CheckpointRow.objects.filter(job=job_id, after_fence=False)
+    return {
+        CheckpointRef(generation=row.generation_number, step=row.step): Trust(
+            integrity=Integrity(row.integrity),
+            integrity_reason=row.integrity_reason,
+            health=Health(row.health),
+            health_reason=row.health_reason,
+            absolved_through=row.absolved_through,
+        )
+        for row in rows
+    }
 
 
 def _node_counts(spec: dict[str, Any]) -> dict[str, Any]:
@@ -276,6 +292,9 @@ def _rank_view(row: RankRow) -> RankView:
         progress_seen_at=row.progress_seen_at,
         pace_s=row.pace_s,
         finished_step=row.finished_step,
+        nonfinite_since=row.nonfinite_since,
+        nonfinite_count=row.nonfinite_count,
+        nonfinite_at=row.nonfinite_at,
     )
 
 
@@ -295,7 +314,9 @@ def _judge(job: Job, incident: Incident, situation: Situation, new: GenerationVi
         older = by_number[number]
         if older.plan.world_size == new.plan.world_size:
             # The parent's own step is read too: the first replayed span must follow it.
-            reference = {**_records(job, number, first=parent_step, last=last), **reference}
+            # From where its loss was lost, an older generation is no measure of what it should be.
+            sound_to = last if older.nonfinite_step is None else min(last, older.nonfinite_step - 1)
+            reference = {**_records(job, number, first=parent_step, last=sound_to), **reference}
     verdict = judge(
         parent=new.plan.parent,
         world_size=new.plan.world_size,

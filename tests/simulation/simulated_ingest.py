@@ -15,9 +15,10 @@ from agents.protocol.messages import AGENT_PROOFS, AssignmentPhase, Phase, Proof
 from recovery.domain.continuity import StepRecord
 from recovery.domain.detection import Fault
 from recovery.domain.fences import boot_proof
-from recovery.domain.generations import FenceProof, RankView
+from recovery.domain.generations import NONFINITE_STEPS, FenceProof, RankView
 from recovery.domain.instructions import JobState
 from recovery.domain.plan import CheckpointRef
+from recovery.domain.trust import Nonfinite, fold_loss
 
 PACE_MEMORY = 0.98
 
@@ -171,8 +172,13 @@ class SimulatedIngest:
                     span_start=first_sample,
                     span_stop=first_sample + 8,
                 )
+                before = Nonfinite(since=view.nonfinite_since, count=view.nonfinite_count)
+                found = fold_loss(before, step=step, loss=loss, enough=NONFINITE_STEPS)
                 view = replace(
                     view,
+                    nonfinite_since=found.since,
+                    nonfinite_count=found.count,
+                    nonfinite_at=at if found.count == 1 else view.nonfinite_at,
                     first_step_at=view.first_step_at or at,
                     last_step=max(view.last_step or 0, step),
                     progress_at=max(at, view.progress_at or 0.0),

@@ -15,7 +15,7 @@ from simulated_ingest import SimulatedIngest
 from simulated_machines import JobFaults, Machine, SimulatedMachines
 from simulated_server import SWEEP_S, JobRow, NodeRow, SimulatedServer
 from simulated_strays import CONCLUDES_AFTER_S, SimulatedStrays
-from simulated_training import Crash
+from simulated_training import Crash, LostLoss
 from simulated_web import BEAT_S, Caller, SimulatedWeb
 from truth import Truth
 from virtual_time import VirtualTime
@@ -331,6 +331,9 @@ class SimulatedWorld:
             case "crash_at_step":
                 crash = Crash(rank=event.rank, step=event.value, times=int(event.seconds))
                 self.machines.jobs[event.job].crashes.append(crash)
+            case "lose_loss":
+                lost = LostLoss(step=event.value, times=int(event.seconds))
+                self.machines.jobs[event.job].lost_losses.append(lost)
             case "break_continuity":
                 self.machines.jobs[event.job].breaks += [event.text] * event.value
             case "exit_last":

@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
-from agents.protocol.messages import CheckpointSaved, Message, Phase, RankFinished, RankPhase, RankResumed, StepReports
-from agents.sensors.rank_reports import FinishedSaid, PhaseSaid, ResumedSaid, SavedSaid, StepSaid
+from agents.protocol.messages import (
+    CheckpointRehashed,
+    CheckpointSaved,
+    Message,
+    Phase,
+    RankFinished,
+    RankPhase,
+    RankResumed,
+    SaveInTrouble,
+    SaveTroubleKind,
+    StepReports,
+)
+from agents.sensors.rank_reports import FinishedSaid, PhaseSaid, ResumedSaid, SavedSaid, StepSaid, parse_report
 from agents.supervisor.intake import Intake
 from agents.told import Told
 
@@ -125,3 +136,32 @@ async def test_a_new_life_tells_nothing_that_the_earlier_one_has_told() -> None:
     second.take(step(3))
     second.flush()
     assert [report.step for message in again if isinstance(message, StepReports) for report in message.steps] == [3]
+
+
+async def test_passes_on_once_what_a_rank_says_of_a_save_beside_its_success() -> None:
+    told: list[Message] = []
+    remembered = Told()
+    words = [
+        b'{"kind":"rehashed","job":"j","generation":1,"rank":0,"at":2.0,"step":20,"ok":true}',
+        b'{"kind":"save_failed","job":"j","generation":1,"rank":1,"at":3.0,"step":40,"attempt":2,"reason":"ENOSPC"}',
+        b'{"kind":"save_skipped","job":"j","generation":1,"rank":0,"at":4.0,"step":60,"reason":"busy"}',
+    ]
+    for _ in range(2):  # by datagram and by log, also in the agent's next life
+        taken = Intake(
+            job="j",
+            generation=1,
+            ranks=range(2),
+            emit=lambda message: (told.append(message), remembered.take(message))[0],
+            progressed=lambda rank: None,
+            told=remembered.of("j", 1),
+        )
+        for word in words * 2:
+            said = parse_report(word)
+            assert said is not None
+            assert taken.take(said)  # type: ignore[arg-type]
+    base = {"job": "j", "generation": 1}
+    assert told == [
+        CheckpointRehashed(rank=0, step=20, at=2.0, ok=True, **base),
+        SaveInTrouble(rank=1, step=40, at=3.0, kind=SaveTroubleKind.FAILED, attempt=2, reason="ENOSPC", **base),
+        SaveInTrouble(rank=0, step=60, at=4.0, kind=SaveTroubleKind.SKIPPED, reason="busy", **base),
+    ]

@@ -27,6 +27,7 @@ from recovery.domain.plan import CheckpointRef, RecoveryPlan
 from recovery.domain.policy import Policy
 from recovery.domain.silence import Contact
 from recovery.domain.situation import FreshIds, JobView, Situation
+from recovery.domain.trust import UNKNOWN
 
 NOW = 5_000.0
 POLICY = Policy()
@@ -209,6 +210,7 @@ def situation(*generations: GenerationView, **changes: Any) -> Situation:
         fleet=fleet(),
         generations=generations or (lost_rank_1(),),
         checkpoints=CHECKPOINTS,
+        trust=dict.fromkeys(CHECKPOINTS, UNKNOWN),
         fresh=FreshIds(
             plan_id="plan-new", run_id="run-new", generation=max((g.number for g in generations), default=1) + 1
         ),
