@@ -157,6 +157,16 @@ class PointDocument(Document):
     span_start: int | None
     span_stop: int | None
     step_time_s: float | None
+    samples: int | None = Field(description="This rank's, as are tokens.")
+    tokens: int | None
+    parameter_norm: float | None
+    data_s: float | None = Field(description="Part of the step that it waited for its batch; null: not measured.")
+    forward_backward_s: float | None = Field(description="What no other part of the step claims.")
+    optimizer_s: float | None
+    wait_s: float | None = Field(description="Part of the step that the script says it waited for others.")
+    checkpoint_s: float | None = Field(description="A save just before this step; no part of step_time_s.")
+    memory_bytes: int | None
+    gpu_memory_bytes: int | None
 
 
 class SeriesDocument(Document):
