@@ -13,6 +13,7 @@ from dashboard.api.idempotency import once
 from dashboard.api.paging import Cursor, Limit, Page, number_position, page, position
 from dashboard.api.values import Document, Moment, ProofDocument, Request
 from recovery import jobs, queries
+from recovery.domain.sample_ledger import SampleLedger
 from recovery.domain.silence import Contact
 from recovery.queries import JobDetail, JobMetrics
 
@@ -236,6 +237,12 @@ def get_metrics(
         max_points=max_points,
         canonical=canonical,
     )
+
+
+@router.get("/{job_id}/samples", response=SampleLedger, operation_id="get_job_samples")
+def get_samples(request: HttpRequest, job_id: str) -> SampleLedger:
+    """The ledger of samples: what the job's present state was trained on; none skipped and none repeated, or which."""
+    return queries.job_samples(job_id)
 
 
 @router.get("/{job_id}/checkpoints", response=Page[CheckpointDocument], operation_id="list_job_checkpoints")

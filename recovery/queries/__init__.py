@@ -44,6 +44,7 @@ from recovery.queries.nodes import (
 )
 from recovery.queries.overview import ControlPlane, Overview, overview
 from recovery.queries.page import Position
+from recovery.queries.samples import job_samples
 
 __all__ = [
     "CheckpointView",
@@ -82,6 +83,7 @@ __all__ = [
     "incident_timeline",
     "job_checkpoints",
     "job_metrics",
+    "job_samples",
     "list_drills",
     "list_incidents",
     "list_jobs",

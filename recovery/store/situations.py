@@ -43,6 +43,7 @@ from recovery.models import (
     StepRow,
     Stray,
 )
+from recovery.store.samples import load_ledger
 from recovery.store.serialize import from_json
 
 CONTROL_PLANE = "control_plane"
@@ -104,7 +105,9 @@ def load_situation(
     if new is None or not new.run_ordered:
         return situation
     verdict, caught_up_at = _judge(job, incident, situation, new)
-    return Situation(**{**vars(situation), "verdict": verdict, "caught_up_at": caught_up_at})
+    over = verdict.caught_up or new.ended_well
+    samples = load_ledger(job, generations, generation=new.number) if over else None
+    return Situation(**{**vars(situation), "verdict": verdict, "caught_up_at": caught_up_at, "samples": samples})
 
 
 def _node_counts(spec: dict[str, Any]) -> dict[str, Any]:
