@@ -72,7 +72,7 @@ class Situation:
     """Computed by the shell with `continuity.judge` while a new generation trains."""
     caught_up_at: float | None = None
     samples: SampleLedger | None = None
-    """The ledger of the new generation's line, once it has caught up or has ended."""
+    """The ledger of the new generation's line, once it has caught up, has ended, or is judged broken."""
     command: Command | None = None
     probes: tuple[ProbeView, ...] = ()
     """The newest answered look at each silent node by another node's agent."""

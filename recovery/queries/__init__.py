@@ -45,6 +45,7 @@ from recovery.queries.nodes import (
 from recovery.queries.overview import ControlPlane, Overview, overview
 from recovery.queries.page import Position
 from recovery.queries.samples import job_samples
+from recovery.queries.step_split import SplitPart, StepTimeSplit, step_time_split
 
 __all__ = [
     "CheckpointView",
@@ -69,6 +70,8 @@ __all__ = [
     "ProbeLook",
     "ProofView",
     "ShareView",
+    "SplitPart",
+    "StepTimeSplit",
     "Timeline",
     "TimelineView",
     "UnseenNode",
@@ -89,4 +92,5 @@ __all__ = [
     "list_jobs",
     "list_nodes",
     "overview",
+    "step_time_split",
 ]

@@ -12,7 +12,7 @@ from django.conf import settings
 from django.db.models import Max
 
 from agents.protocol.messages import AssignmentPhase, Phase, SeenPhase
-from recovery.domain.continuity import ResumeRecord, StepRecord, Verdict, judge
+from recovery.domain.continuity import ResumeRecord, StepRecord, Verdict, VerdictKind, judge
 from recovery.domain.fleet import FleetSnapshot, NodeHealth, NodeView
 from recovery.domain.generations import FenceProof, GenerationView, LeaseLimits, RankView, ShareView
 from recovery.domain.incident import Incident
@@ -105,7 +105,7 @@ def load_situation(
     if new is None or not new.run_ordered:
         return situation
     verdict, caught_up_at = _judge(job, incident, situation, new)
-    over = verdict.caught_up or new.ended_well
+    over = verdict.caught_up or new.ended_well or verdict.kind is VerdictKind.BROKEN
     samples = load_ledger(job, generations, generation=new.number) if over else None
     return Situation(**{**vars(situation), "verdict": verdict, "caught_up_at": caught_up_at, "samples": samples})
 

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from agents.protocol.messages import CheckpointSaved, Message, Phase, RankFinished, RankPhase, RankResumed, StepReports
+from typing import Any
+
+from agents.protocol.messages import (
+    CheckpointSaved,
+    Message,
+    Phase,
+    RankFinished,
+    RankPhase,
+    RankResumed,
+    StepReport,
+    StepReports,
+)
 from agents.sensors.rank_reports import FinishedSaid, PhaseSaid, ResumedSaid, SavedSaid, StepSaid
 from agents.supervisor.intake import Intake
 from agents.told import Told
@@ -125,3 +136,17 @@ async def test_a_new_life_tells_nothing_that_the_earlier_one_has_told() -> None:
     second.take(step(3))
     second.flush()
     assert [report.step for message in again if isinstance(message, StepReports) for report in message.steps] == [3]
+
+
+async def test_every_number_of_a_step_is_passed_on() -> None:
+    told: list[Message] = []
+    taken = intake(told)
+    fields = {name: kind for name, kind in StepReport.__annotations__.items() if name not in ("rank", "step", "at")}
+    numbers: dict[str, Any] = {
+        name: f"{number:016x}" if "Digest64" in str(kind) else 10 + number
+        for number, (name, kind) in enumerate(fields.items())
+    }
+    taken.take(StepSaid(job="j", generation=1, rank=0, at=1.0, step=1, **numbers))
+    taken.flush()
+    reports = [report for message in told if isinstance(message, StepReports) for report in message.steps]
+    assert [{name: getattr(report, name) for name in numbers} for report in reports] == [numbers]
