@@ -21,11 +21,11 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -37,7 +37,7 @@ from everstep.checkpoint.retention import KEEP, remove_expired
 from everstep.checkpoint.snapshot import RNG, put_back, take, unwrap
 from everstep.checkpoint.writer import SaveRequest, write_checkpoint
 from everstep.context import RunContext
-from everstep.data import SampleSpan
+from everstep.data import SampleOrder, SampleSpan
 from everstep.elastic.lease import Phase
 from everstep.errors import CheckpointDamaged, CheckpointMissing, EverstepError, SaveFailed, UsageError
 from everstep.rank_lease import RankLease
@@ -45,6 +45,7 @@ from everstep.rank_log import RankLog
 from everstep.ranks import Team
 from everstep.save_interval import SaveInterval
 from everstep.save_requests import SaveRequests
+from everstep.step_split import MemoryGauge, StepSplit
 from everstep.telemetry import Telemetry
 
 
@@ -55,6 +56,8 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state_dict: Any, /) -> Any: ...
 
+
+Batch = TypeVar("Batch")
 
 _NOT_SAID: Any = object()
 
@@ -74,6 +77,8 @@ class StepNumbers:
     learning_rate: float | None = None
     grad_norm: float | None = None
     span: SampleSpan | None = None
+    optional: dict[str, Any] = field(default_factory=dict)
+    """What is told only where it is known, by its name in the datagram."""
 
 
 class Run:
@@ -129,6 +134,8 @@ class Run:
         self._phase = Phase.SETUP
         self._saved_step: int | None = None
         self._numbers: StepNumbers | None = None
+        self._split = StepSplit()
+        self._memory = MemoryGauge()
         self._log = RankLog(self._context.log_directory, rank=self.rank, generation=self.generation)
         self._log.write("start", ppid=os.getppid(), cmd=sys.orig_argv)
         if self._context.beats:
@@ -230,6 +237,7 @@ class Run:
             raise UsageError("Call run.resume() before run.steps(); it does nothing when there is nothing to resume.")
         self._begin()
         guard = register_optimizer_step_pre_hook(self._check_stepped_optimizer)
+        self._split.watch_optimizers()
         try:
             while self._done < self.total_steps:
                 self._numbers = None
@@ -239,7 +247,34 @@ class Run:
                 guard.remove()
         finally:
             guard.remove()
+            self._split.close()
         self._finish()
+
+    def batches(self, source: Iterable[Batch]) -> Iterator[Batch]:
+        """The source's batches, over and over; how long training waits for each is the step's data time.
+
+        for step, batch in zip(run.steps(), run.batches(loader)): ...
+
+        A source that comes to its end is iterated anew, as the next epoch. Raises `UsageError` if it is empty.
+        """
+        passes = 0
+        while True:
+            given, iterator = 0, iter(source)
+            while True:
+                started = time.monotonic()
+                try:
+                    batch = next(iterator)
+                except StopIteration:
+                    break
+                self._split.fetched(time.monotonic() - started)
+                given += 1
+                yield batch
+            passes += 1
+            if not given:
+                raise UsageError(
+                    f"run.batches got no batch at all from a {type(source).__name__} at its pass {passes}: "
+                    "give it a loader that can be iterated again and again, such as a DataLoader."
+                )
 
     def report(
         self,
@@ -247,30 +282,59 @@ class Run:
         loss: Any = None,
         learning_rate: Any = None,
         grad_norm: Any = None,
+        parameter_norm: Any = None,
         span: SampleSpan | None = None,
+        samples: int | None = None,
+        tokens: int | None = None,
     ) -> None:
         """Say once per step what it did. Numbers may be one-element tensors. `span` is the batch's `span`.
 
         With a tracked sampler the span is required: it moves the sampler's position. It must be the one that travelled
-        with the batch.
+        with the batch. samples and tokens are this rank's; a span knows its samples. parameter_norm is reported if it
+        is given: it costs a pass over all parameters, so give it now and then.
         """
         if self._numbers is not None:
             raise UsageError(f"Step {self._done + 1} was reported already: call run.report once per step.")
-        self._numbers = StepNumbers(
-            loss=_number(loss), learning_rate=_number(learning_rate), grad_norm=_number(grad_norm), span=span
-        )
         sampler: Any = self._tracked.get("sampler")
-        if sampler is None or not hasattr(sampler, "commit"):
+        order: SampleOrder | None = sampler if hasattr(sampler, "commit") else None
+        optional: dict[str, Any] = {
+            "parameter_norm": _number(parameter_norm),
+            "samples": span.count if samples is None and span is not None else samples,
+            "tokens": tokens,
+        }
+        if span is not None:
+            optional["epoch_size"] = span.epoch_size
+            optional["indices_digest"] = span.indices_digest
+            optional["order_digest"] = None if order is None else order.order_digest(span)
+        self._numbers = StepNumbers(
+            loss=_number(loss),
+            learning_rate=_number(learning_rate),
+            grad_norm=_number(grad_norm),
+            span=span,
+            optional={name: value for name, value in optional.items() if value is not None},
+        )
+        if order is None:
             return
         if span is None:
             raise UsageError("run.report needs span=batch.span, since a sampler is tracked: it moves its position.")
-        if not sampler.follows(span):
+        if not order.follows(span):
             self._warn(
                 f"Step {self._done + 1} trained on samples [{span.start}, {span.stop}) of epoch {span.epoch}, but the "
-                f"tracked sampler stands at {sampler.position} of epoch {sampler.epoch}: samples were skipped or "
+                f"tracked sampler stands at {order.position} of epoch {order.epoch}: samples were skipped or "
                 "repeated. Iterate the sampler that is tracked."
             )
-        sampler.commit(span)
+        promised = optional["order_digest"]
+        if promised is not None and span.indices_digest not in (None, promised):
+            self._warn(
+                f"Step {self._done + 1}: the batch that came with the span [{span.start}, {span.stop}) of epoch "
+                f"{span.epoch} holds other samples than the order has there: samples were skipped or repeated. "
+                "Look at what lies between the sampler and the dataset."
+            )
+        order.commit(span)
+
+    def wait(self) -> AbstractContextManager[None]:
+        """Say for what part of a step this rank waits for others: `with run.wait(): dist.barrier()`"""
+        return self._split.waiting()
 
     def phase(self, name: Literal["evaluation", "compile"]) -> AbstractContextManager[None]:
         """Say for how long training does something else than steps: `with run.phase("evaluation"): ...`
@@ -398,6 +462,9 @@ class Run:
             span_start=span.start if span else None,
             span_stop=span.stop if span else None,
             step_time_s=step_time_s,
+            **numbers.optional,
+            **self._split.take(step_time_s),
+            **self._memory.read(time.monotonic()),
         )
         if self._phase != before:
             self._tell("phase", phase=self._phase.word)
@@ -416,7 +483,7 @@ class Run:
     def _save(self) -> None:
         """Save now, all ranks together. A failure is told and survived: the next save tries again."""
         started = time.monotonic()
-        with self._during(Phase.SAVE):
+        with self._during(Phase.SAVE), self._split.saving():
             self._save_now()
         self._interval.saved(self._done, blocked_s=time.monotonic() - started)
         if self._interval.measures and self._team is not None:

@@ -373,6 +373,19 @@ def _store_steps(batch: _Batch, generation: GenerationRow, fact: StepReports) ->
                 span_start=report.span_start,
                 span_stop=report.span_stop,
                 step_time_s=finite_or_text(report.step_time_s)[0],
+                epoch_size=report.epoch_size,
+                indices_digest=report.indices_digest or "",
+                order_digest=report.order_digest or "",
+                samples=report.samples,
+                tokens=report.tokens,
+                parameter_norm=finite_or_text(report.parameter_norm)[0],
+                data_s=finite_or_text(report.data_s)[0],
+                forward_backward_s=finite_or_text(report.forward_backward_s)[0],
+                optimizer_s=finite_or_text(report.optimizer_s)[0],
+                wait_s=finite_or_text(report.wait_s)[0],
+                checkpoint_s=finite_or_text(report.checkpoint_s)[0],
+                memory_bytes=report.memory_bytes,
+                gpu_memory_bytes=report.gpu_memory_bytes,
             )
         )
     newest = 0

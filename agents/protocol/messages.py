@@ -15,6 +15,8 @@ from msgspec import Meta, Struct
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
 Text = Annotated[str, Meta(max_length=4000)]
 Generation = Annotated[int, Meta(ge=1)]
+Digest64 = Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
+"""64 bits as hexadecimal digits."""
 
 
 class Message(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -143,7 +145,10 @@ class GpuSample(Message, frozen=True, kw_only=True):
 
 
 class StepReport(Message, frozen=True, kw_only=True):
-    """One finished optimizer step of one rank. The span is of global sample indices: [start, stop)."""
+    """One finished optimizer step of one rank. The span is of global sample indices: [start, stop).
+
+    None stands for what the script did not say or what could not be measured, never for zero.
+    """
 
     rank: int
     step: int
@@ -155,6 +160,30 @@ class StepReport(Message, frozen=True, kw_only=True):
     span_start: int | None = None
     span_stop: int | None = None
     step_time_s: float | None = None
+    epoch_size: int | None = None
+    """Where this epoch's last span stops."""
+    indices_digest: Digest64 | None = None
+    """Checksum of the dataset indices that travelled with this rank's batch; those of all ranks add up, modulo 2^64."""
+    order_digest: Digest64 | None = None
+    """The same, of the indices that the order has for this rank's part of the span."""
+    samples: int | None = None
+    """This rank's."""
+    tokens: int | None = None
+    """This rank's."""
+    parameter_norm: float | None = None
+    data_s: float | None = None
+    """Part of the step that it waited for its batch."""
+    forward_backward_s: float | None = None
+    """What no other part of the step claims."""
+    optimizer_s: float | None = None
+    wait_s: float | None = None
+    """Part of the step that the script says it waited for others."""
+    checkpoint_s: float | None = None
+    """How long training stood still for a save just before this step; no part of `step_time_s`."""
+    memory_bytes: int | None = None
+    """Resident memory of the rank; told about once a second."""
+    gpu_memory_bytes: int | None = None
+    """At most allocated by torch on the rank's GPU; told about once a second."""
 
 
 class LeaseTerms(Message, frozen=True, kw_only=True):

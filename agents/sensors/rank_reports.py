@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from agents.protocol.messages import Phase
+from agents.protocol.messages import Digest64, Phase
 
 MAX_REPORT_BYTES = 64 * 1024
 
@@ -44,6 +44,19 @@ class StepSaid(_FromRank, frozen=True, tag="step"):
     span_start: _Count | None = None
     span_stop: _Count | None = None
     step_time_s: float | None = None
+    epoch_size: _Count | None = None
+    indices_digest: Digest64 | None = None
+    order_digest: Digest64 | None = None
+    samples: _Count | None = None
+    tokens: _Count | None = None
+    parameter_norm: float | None = None
+    data_s: float | None = None
+    forward_backward_s: float | None = None
+    optimizer_s: float | None = None
+    wait_s: float | None = None
+    checkpoint_s: float | None = None
+    memory_bytes: _Count | None = None
+    gpu_memory_bytes: _Count | None = None
 
 
 class ResumedSaid(_FromRank, frozen=True, tag="resumed"):

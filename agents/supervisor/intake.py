@@ -157,6 +157,19 @@ class Intake:
                 span_start=said.span_start,
                 span_stop=said.span_stop,
                 step_time_s=said.step_time_s,
+                epoch_size=said.epoch_size,
+                indices_digest=said.indices_digest,
+                order_digest=said.order_digest,
+                samples=said.samples,
+                tokens=said.tokens,
+                parameter_norm=said.parameter_norm,
+                data_s=said.data_s,
+                forward_backward_s=said.forward_backward_s,
+                optimizer_s=said.optimizer_s,
+                wait_s=said.wait_s,
+                checkpoint_s=said.checkpoint_s,
+                memory_bytes=said.memory_bytes,
+                gpu_memory_bytes=said.gpu_memory_bytes,
             )
         )
         if self._timer is None:

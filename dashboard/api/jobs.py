@@ -13,6 +13,7 @@ from dashboard.api.idempotency import once
 from dashboard.api.paging import Cursor, Limit, Page, number_position, page, position
 from dashboard.api.values import Document, Moment, ProofDocument, Request
 from recovery import checkpoints, jobs, queries
+from recovery.domain.sample_ledger import SampleLedger
 from recovery.domain.silence import Contact
 from recovery.domain.trust import Health, Integrity
 from recovery.errors import CommandRefused
@@ -233,6 +234,16 @@ class PointDocument(Document):
     span_start: int | None
     span_stop: int | None
     step_time_s: float | None
+    samples: int | None = Field(description="This rank's, as are tokens.")
+    tokens: int | None
+    parameter_norm: float | None
+    data_s: float | None = Field(description="Part of the step that it waited for its batch; null: not measured.")
+    forward_backward_s: float | None = Field(description="What no other part of the step claims.")
+    optimizer_s: float | None
+    wait_s: float | None = Field(description="Part of the step that the script says it waited for others.")
+    checkpoint_s: float | None = Field(description="A save just before this step; no part of step_time_s.")
+    memory_bytes: int | None
+    gpu_memory_bytes: int | None
 
 
 class SeriesDocument(Document):
@@ -302,6 +313,12 @@ def get_metrics(
         max_points=max_points,
         canonical=canonical,
     )
+
+
+@router.get("/{job_id}/samples", response=SampleLedger, operation_id="get_job_samples")
+def get_samples(request: HttpRequest, job_id: str) -> SampleLedger:
+    """The ledger of samples: what the job's present state was trained on; none skipped and none repeated, or which."""
+    return queries.job_samples(job_id)
 
 
 @router.get("/{job_id}/checkpoints", response=Page[CheckpointDocument], operation_id="list_job_checkpoints")

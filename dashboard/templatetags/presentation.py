@@ -150,6 +150,14 @@ _PHASE = {
     "save": Look("info", "receipt", "Saving", "It writes a checkpoint."),
     "evaluation": Look("info", "eye", "Evaluating", "It evaluates, and makes no training step meanwhile."),
 }
+_SPLIT = {
+    "data": Look("info", "clock", "Data", "It waits for its next batch."),
+    "forward_backward": Look("info", "play", "Forward and backward", "What no other part claims."),
+    "optimizer": Look("info", "step", "Optimizer", "The optimizer's step."),
+    "wait": Look("info", "pause", "Waiting", "The script says that it waits for other ranks."),
+    "checkpoint": Look("info", "receipt", "Checkpoint", "Training stands still for a save."),
+    "other": Look("stale", "question", "Not measured", "No measured part claims it."),
+}
 _DRILL = {
     "requested": Look("info", "clock", "Requested", "Stored; not yet with the agent."),
     "armed": Look("info", "clock", "Armed", "The agent holds the fault and waits for its moment."),
@@ -214,6 +222,7 @@ LOOKS: dict[str, dict[str, Look]] = {
     "probe": _PROBE,
     "cause": _CAUSE,
     "phase": _PHASE,
+    "split": _SPLIT,
     "drill": _DRILL,
     "drill_kind": _DRILL_KIND,
     "promise": _PROMISE,

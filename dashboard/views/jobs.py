@@ -48,6 +48,7 @@ def job(request: HttpRequest, job_id: str) -> HttpResponse:
         "heard_nodes": [name for name in seen.nodes if name not in {unseen.node for unseen in seen.unseen}],
         "trains": all(unseen.trains_on for unseen in seen.unseen),
         "lease": _lease(seen),
+        "split": queries.step_time_split(job_id),
         "generations": tuple(reversed(seen.generations)),
         "checkpoints": checkpoints,
         "saving": saving,

@@ -12,6 +12,7 @@ from recovery.domain.generations import GenerationView
 from recovery.domain.instructions import JobState
 from recovery.domain.plan import CheckpointRef, LeaseLimits
 from recovery.domain.policy import Policy
+from recovery.domain.sample_ledger import SampleLedger
 from recovery.domain.trust import Trust
 from recovery.domain.witnesses import ProbeView
 
@@ -76,6 +77,8 @@ class Situation:
     verdict: Verdict | None = None
     """Computed by the shell with `continuity.judge` while a new generation trains."""
     caught_up_at: float | None = None
+    samples: SampleLedger | None = None
+    """The ledger of the new generation's line, once it has caught up, has ended, or is judged broken."""
     command: Command | None = None
     probes: tuple[ProbeView, ...] = ()
     """The newest answered look at each silent node by another node's agent."""

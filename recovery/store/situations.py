@@ -12,7 +12,7 @@ from django.conf import settings
 from django.db.models import Max
 
 from agents.protocol.messages import AssignmentPhase, Phase, SeenPhase
-from recovery.domain.continuity import ResumeRecord, StepRecord, Verdict, judge
+from recovery.domain.continuity import ResumeRecord, StepRecord, Verdict, VerdictKind, judge
 from recovery.domain.fleet import FleetSnapshot, NodeHealth, NodeView
 from recovery.domain.generations import FenceProof, GenerationView, LeaseLimits, RankView, ShareView
 from recovery.domain.incident import Incident
@@ -44,6 +44,7 @@ from recovery.models import (
     StepRow,
     Stray,
 )
+from recovery.store.samples import load_ledger
 from recovery.store.save_intervals import save_every
 from recovery.store.serialize import from_json
 
@@ -105,7 +106,9 @@ def load_situation(
     if new is None or not new.run_ordered:
         return situation
     verdict, caught_up_at = _judge(job, incident, situation, new)
-    return Situation(**{**vars(situation), "verdict": verdict, "caught_up_at": caught_up_at})
+    over = verdict.caught_up or new.ended_well or verdict.kind is VerdictKind.BROKEN
+    samples = load_ledger(job, generations, generation=new.number) if over else None
+    return Situation(**{**vars(situation), "verdict": verdict, "caught_up_at": caught_up_at, "samples": samples})
 
 
 def load_trust(job_id: str) -> dict[CheckpointRef, Trust]:

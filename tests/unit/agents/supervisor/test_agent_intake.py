@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from agents.protocol.messages import (
     CheckpointRehashed,
     CheckpointSaved,
@@ -12,6 +14,7 @@ from agents.protocol.messages import (
     RankResumed,
     SaveInTrouble,
     SaveTroubleKind,
+    StepReport,
     StepReports,
 )
 from agents.sensors.rank_reports import FinishedSaid, PhaseSaid, ResumedSaid, SavedSaid, StepSaid, parse_report
@@ -165,3 +168,17 @@ async def test_passes_on_once_what_a_rank_says_of_a_save_beside_its_success() ->
         SaveInTrouble(rank=1, step=40, at=3.0, kind=SaveTroubleKind.FAILED, attempt=2, reason="ENOSPC", **base),
         SaveInTrouble(rank=0, step=60, at=4.0, kind=SaveTroubleKind.SKIPPED, reason="busy", **base),
     ]
+
+
+async def test_every_number_of_a_step_is_passed_on() -> None:
+    told: list[Message] = []
+    taken = intake(told)
+    fields = {name: kind for name, kind in StepReport.__annotations__.items() if name not in ("rank", "step", "at")}
+    numbers: dict[str, Any] = {
+        name: f"{number:016x}" if "Digest64" in str(kind) else 10 + number
+        for number, (name, kind) in enumerate(fields.items())
+    }
+    taken.take(StepSaid(job="j", generation=1, rank=0, at=1.0, step=1, **numbers))
+    taken.flush()
+    reports = [report for message in told if isinstance(message, StepReports) for report in message.steps]
+    assert [{name: getattr(report, name) for name in numbers} for report in reports] == [numbers]
