@@ -32,6 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from everstep.checkpoint import rng
 from everstep.checkpoint.manifest import CheckpointName, newest_checkpoint, newest_generation, record_lineage
+from everstep.checkpoint.probe import StateProbes
 from everstep.checkpoint.reader import Loaded, read_checkpoint
 from everstep.checkpoint.retention import KEEP, remove_expired
 from everstep.checkpoint.snapshot import RNG, put_back, take, unwrap
@@ -122,6 +123,7 @@ class Run:
         self._made = 0
         self._phase = Phase.SETUP
         self._saved_step: int | None = None
+        self._probes = StateProbes()
         self._numbers: StepNumbers | None = None
         self._log = RankLog(self._context.log_directory, rank=self.rank, generation=self.generation)
         self._log.write("start", ppid=os.getppid(), cmd=sys.orig_argv)
@@ -348,6 +350,7 @@ class Run:
         if self._loaded is not None and RNG not in saved:
             live.pop(RNG)  # another world size: there is nothing to compare it with
         self._loaded = None
+        self._probes.begin(self._tracked)
         deterministic = self._deterministic
         self._check_lease()
         self._tell(
@@ -385,6 +388,7 @@ class Run:
             span_start=span.start if span else None,
             span_stop=span.stop if span else None,
             step_time_s=step_time_s,
+            probe=self._probes.after_step(self._tracked),
         )
         if self._phase != before:
             self._tell("phase", phase=self._phase.word)
@@ -401,6 +405,7 @@ class Run:
         """Save now, all ranks together. A failure is told and survived: the next save tries again."""
         with self._during(Phase.SAVE):
             self._save_now()
+            self._probes.begin(self._tracked)
 
     def _save_now(self) -> None:
         assert self._team is not None

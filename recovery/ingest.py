@@ -327,6 +327,7 @@ def _store_steps(batch: _Batch, generation: GenerationRow, fact: StepReports) ->
                 span_start=report.span_start,
                 span_stop=report.span_stop,
                 step_time_s=finite_or_text(report.step_time_s)[0],
+                probe={"digests": report.probe.digests, "unmoved": report.probe.unmoved} if report.probe else None,
             )
         )
     newest = 0

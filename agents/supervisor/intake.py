@@ -13,6 +13,7 @@ from agents.protocol.messages import (
     RankFinished,
     RankPhase,
     RankResumed,
+    StateProbe,
     StepReport,
     StepReports,
 )
@@ -134,6 +135,7 @@ class Intake:
                 span_start=said.span_start,
                 span_stop=said.span_stop,
                 step_time_s=said.step_time_s,
+                probe=StateProbe(digests=said.probe.digests, unmoved=said.probe.unmoved) if said.probe else None,
             )
         )
         if self._timer is None:

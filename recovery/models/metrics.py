@@ -22,6 +22,8 @@ class StepRow(models.Model):
     span_start = models.BigIntegerField(null=True)
     span_stop = models.BigIntegerField(null=True)
     step_time_s = models.FloatField(null=True)
+    probe = models.JSONField(null=True)
+    """A `StateProbe`, with the few steps that have one."""
 
     class Meta:
         constraints = (

@@ -9,7 +9,10 @@ from domain_scenes import DIGEST, PARENT, curve, record, resume
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recovery.domain.continuity import RELATIVE_BAND, StepRecord, Verdict, VerdictKind, judge, relative_difference
+from recovery.domain.continuity import Verdict, VerdictKind, judge
+from recovery.domain.loss_band import ORDER_OF_SUMS
+from recovery.domain.replay import relative_difference
+from recovery.domain.step_records import StepRecord
 
 Records = dict[tuple[int, int], StepRecord]
 
@@ -77,10 +80,10 @@ def test_bit_equal_needs_a_word_from_every_rank() -> None:
 
 
 def test_small_differences_are_within_the_band_where_nothing_exact_was_promised() -> None:
-    replayed = bent(lambda r: replace(r, loss=r.loss * (1 + RELATIVE_BAND / 2) if r.loss else None))
+    replayed = bent(lambda r: replace(r, loss=r.loss * (1 + ORDER_OF_SUMS / 2) if r.loss else None))
     verdict = judged(same_topology=False, replayed=replayed)
     assert verdict.kind is VerdictKind.STATE_EQUAL
-    assert 0 < verdict.max_relative_difference < RELATIVE_BAND
+    assert 0 < verdict.max_relative_difference < ORDER_OF_SUMS
 
 
 def test_inconclusive_when_no_digests_were_reported() -> None:
@@ -155,7 +158,7 @@ def test_digest_is_judged_before_the_first_step() -> None:
 
 def test_case_R17_ranks_that_resume_at_different_steps_are_broken_within_the_first_step() -> None:
     verdict = judged(resumes=[resume(0), resume(1, 0)], replayed={})
-    assert "Rank 1 resumed at step 0; the plan says 40." in broken(verdict)
+    assert "Rank 1 resumed at step 0; the plan says 40: the rank is at another step." in broken(verdict)
 
 
 # --- Losses ---
@@ -184,7 +187,7 @@ def test_last_bit_counts_where_bit_equality_was_promised() -> None:
 @pytest.mark.parametrize(("sign", "kind"), [(0.99, VerdictKind.STATE_EQUAL), (1.01, VerdictKind.BROKEN)])
 @pytest.mark.parametrize("direction", [1, -1])
 def test_band_is_two_sided_and_sharp(sign: float, kind: VerdictKind, direction: int) -> None:
-    factor = 1 + direction * sign * RELATIVE_BAND
+    factor = 1 + direction * sign * ORDER_OF_SUMS
     replayed = bent(lambda r: replace(r, loss=r.loss * factor if r.loss else None))
     assert judged(replayed=replayed, same_topology=False).kind is kind
 
@@ -293,7 +296,7 @@ def test_one_loss_outside_the_band_is_always_found(factor: float, step: int, ran
     old = replayed[rank, step].loss or 0.0
     replayed[rank, step] = replace(replayed[rank, step], loss=old * factor)
     verdict = judged(replayed=replayed, same_topology=False)
-    outside = relative_difference(old, old * factor) > RELATIVE_BAND
+    outside = relative_difference(old, old * factor) > ORDER_OF_SUMS
     assert (verdict.kind is VerdictKind.BROKEN) == outside
 
 
