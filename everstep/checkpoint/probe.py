@@ -50,8 +50,8 @@ class StateProbes:
 def probe(tracked: Mapping[str, Any]) -> dict[str, str]:
     """Map each part to a checksum (16 hex digits) of its values and of a sample of its tensors.
 
-    One copy to the host for each part and device, however many tensors there are. A part that cannot be saved is left out:
-    saving says why, and training goes on.
+    One copy to the host for each part and device, however many tensors there are. A part that cannot be saved is left
+    out: saving says why, and training goes on.
     """
     digests = {}
     for part, state in collect(tracked).items():

@@ -10,7 +10,9 @@ import json
 import sys
 import time
 
+from planted_bugs.bugs import BUGS
 from planted_bugs.proof import MODES, Mode, clean_resumes, planted_resumes
+from planted_bugs.training import warm_up
 
 CLEAN = 100
 """Without noise, and once more with."""
@@ -22,6 +24,7 @@ def main() -> int:
     parser.add_argument("--clean", type=int, default=CLEAN)
     arguments = parser.parse_args()
     started = time.monotonic()
+    warm_up()
     planted = []
     for mode in MODES:
         print(f"\n{mode}", flush=True)
@@ -46,7 +49,8 @@ def main() -> int:
                 "found": found,
                 "clean": clean,
                 "false_alarms": len(alarms),
-                "bugs": [{"bug": r.bug, "mode": str(r.mode), "found": r.found, "said": r.said} for r in planted],
+                "said": {bug: sorted({r.said for r in planted if r.bug == bug}) for bug in BUGS},
+                "missed": [f"{r.bug} ({r.mode})" for r in planted if not r.found],
                 "seed": arguments.seed,
             }
         )

@@ -11,6 +11,7 @@ import torch
 import everstep
 from everstep.checkpoint import rng
 from everstep.checkpoint.manifest import CheckpointName
+from everstep.data import IndexBatch
 from planted_bugs.training import (
     PARENT_STEP,
     SAVE_EVERY,
@@ -92,7 +93,7 @@ class OtherLoaderAtEpochStart(Plant):
 
     words = "the loader began an epoch anew"
 
-    def batches(self, script: Script) -> Iterator[everstep.IndexBatch]:
+    def batches(self, script: Script) -> Iterator[IndexBatch]:
         return new_sampler(self.case).stream()
 
 
@@ -101,11 +102,11 @@ class OneSampleSkipped(Plant):
 
     words = "the loader skips or repeats samples that its counter does not know of"
 
-    def batches(self, script: Script) -> Iterator[everstep.IndexBatch]:
+    def batches(self, script: Script) -> Iterator[IndexBatch]:
         for batch in script.sampler.stream():
             span = batch.span
             behind = everstep.SampleSpan(epoch=span.epoch, start=span.start + 1, stop=span.stop + 1)
-            yield everstep.IndexBatch(list(script.sampler.batch(behind)), span)
+            yield IndexBatch(list(script.sampler.batch(behind)), span)
 
 
 class StepOffByOne(Plant):

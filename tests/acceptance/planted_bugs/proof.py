@@ -1,4 +1,4 @@
-"""Runs planted and clean resumes and says of each whether verification found something. The proof and its slice call."""
+"""Runs planted and clean resumes, and says of each whether verification found it. The proof calls, and its slice."""
 
 from __future__ import annotations
 

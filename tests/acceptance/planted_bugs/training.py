@@ -1,7 +1,7 @@
 """A real training job of one or two forked ranks that is killed, and resumed with a bug in it or without.
 
-The script is one that a user might write: `everstep.Run`, DistributedDataParallel over gloo, dropout, AdamW, a schedule,
-a sampler. Its reports are in the ranks' logs; `verdicts` judges them.
+The script is one that a user might write: `everstep.Run`, DistributedDataParallel over gloo, dropout, AdamW, a
+schedule, a sampler. Its reports are in the ranks' logs; `verdicts` judges them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import random
 import signal
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -25,19 +26,22 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
 import everstep
+from everstep.data import IndexBatch
 
 JOB = "planted"
 TOTAL_STEPS, SAVE_EVERY, PARENT_STEP = 60, 10, 20
 SAMPLES, GLOBAL_BATCH = 201, 8
 """An epoch of 25 steps, so that most replays cross into the next one; one sample is left out of each epoch."""
 FEATURES = 12
+LONGEST_S = 30.0
+"""That a generation takes, on a machine that is busy with other work."""
 EXTRA_STEPS = 2
 """That the resumed generation goes beyond the lost one's last."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One job: killed, then resumed. `noise` is relative, on the loss and so on the gradients, anew in each generation."""
+    """One job, killed and resumed. `noise` is relative, on the loss and so on gradients, anew in each generation."""
 
     seed: int
     world_size: int = 2
@@ -83,7 +87,7 @@ class Plant:
     def after_resume(self, script: Script) -> None:
         """After the checkpoint has been loaded, before the first step."""
 
-    def batches(self, script: Script) -> Iterator[everstep.IndexBatch]:
+    def batches(self, script: Script) -> Iterator[IndexBatch]:
         return script.sampler.stream()
 
     def in_step(self, script: Script, number: int) -> None:
@@ -141,8 +145,15 @@ def train(case: Case, *, rank: int, generation: int, last: int | None, plant: Pl
 # --- Ranks as processes: forked, since torch is loaded here and runs on one thread ----------------------------------
 
 
+def warm_up() -> None:
+    """Load once, before any fork, what each rank would load: torch imports much of itself at first use."""
+    torch.set_num_threads(1)
+    new_scheduler(new_optimizer(new_model()))
+    everstep.Run  # noqa: B018 - imported when it is first named
+
+
 def run_generation(case: Case, root: Path, *, generation: int, last: int, plant: Plant) -> None:
-    """All ranks of one generation; the first that ends badly takes the others with it, as under a runner.
+    """All ranks of one generation; the one that is killed takes its peers with it, since gloo sees it go.
 
     Raises `RuntimeError` where a rank failed that should not have.
     """
@@ -152,18 +163,23 @@ def run_generation(case: Case, root: Path, *, generation: int, last: int, plant:
         _fork(case, root, logs, rank=rank, generation=generation, last=last, plant=plant)
         for rank in range(case.world_size)
     ]
-    alive = set(ranks)
-    killed = failed = False
-    while alive:
-        pid, status = os.wait() if len(alive) == len(ranks) else os.waitpid(next(iter(alive)), 0)
-        alive.discard(pid)
-        died = os.WIFSIGNALED(status)
-        if status and not killed:
-            killed, failed = True, not died
-            for other in alive:
-                os.kill(other, signal.SIGKILL)
-    if failed or killed is not (generation == 1):
-        raise RuntimeError(f"Generation {generation} of {case} ended unexpectedly: see {logs}/*.err")
+    ends = [_wait_for(pid) for pid in ranks]
+    died = any(os.WIFSIGNALED(end) for end in ends)
+    if (not died) if generation == 1 else any(ends):
+        errors = "\n".join(path.read_text()[-2000:] for path in sorted(logs.glob("rank-*.err")))
+        raise RuntimeError(f"Generation {generation} of {case} ended unexpectedly. The ranks said:\n{errors}")
+
+
+def _wait_for(pid: int) -> int:
+    """How a rank ended. One that hangs is killed: its peers go with it."""
+    deadline = time.monotonic() + LONGEST_S
+    while True:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return status
+        if time.monotonic() > deadline:
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.002)
 
 
 def _fork(case: Case, root: Path, logs: Path, *, rank: int, generation: int, last: int, plant: Plant) -> int:
@@ -184,7 +200,6 @@ def _fork(case: Case, root: Path, logs: Path, *, rank: int, generation: int, las
             "EVERSTEP_CHECKPOINT_DIR": str(root / "checkpoints"),
             "EVERSTEP_LOG_DIR": str(logs),
         }
-        torch.set_num_threads(1)
         if case.world_size > 1:
             store = root / f"store-{generation}"
             dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=case.world_size)
