@@ -18,10 +18,10 @@ _BITWISE = {
     "model": "the weights are not those of before the fault",
     "optimizer": "the optimizer is not where it was before the fault",
     "scheduler": "the scheduler is not where it was before the fault",
-    "sampler": "the sampler is not where it was before the fault",
 }
-"""Parts that a deterministic script decides alone. The random generators are left out, since a library may draw for
-purposes of its own, and so are parts of the script's own making, which may hold times."""
+"""Parts that a deterministic script decides alone. The others are left out: a library may draw from the random
+generators for purposes of its own, a loader may count what it has fetched ahead (spans and indices tell what was
+trained on), and parts of the script's own making may hold times."""
 
 
 @dataclass(kw_only=True)

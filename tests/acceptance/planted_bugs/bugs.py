@@ -109,6 +109,16 @@ class OneSampleSkipped(Plant):
             yield IndexBatch(list(script.sampler.batch(behind)), span)
 
 
+class OneTensorCorrupted(Plant):
+    """A tensor arrives with values of 1e-42 here and there, as a faulty copy leaves it."""
+
+    words = "the model was not restored"
+
+    def after_resume(self, script: Script) -> None:
+        with torch.no_grad():
+            next(script.model.parameters()).view(-1)[::7] = 1e-42
+
+
 class StepOffByOne(Plant):
     words = "its step counter is off by one"
 
@@ -155,6 +165,7 @@ BUGS: dict[str, type[Plant]] = {
     "loader at the epoch's start": LoaderAtEpochStart,
     "loader made anew": OtherLoaderAtEpochStart,
     "one sample skipped, counter goes on": OneSampleSkipped,
+    "one tensor corrupted": OneTensorCorrupted,
     "step off by one": StepOffByOne,
     "one rank at another step": OneRankElsewhere,
     "weights frozen": WeightsFrozen,

@@ -11,7 +11,6 @@ import math
 import os
 import random
 import signal
-import sys
 import time
 import traceback
 import warnings
@@ -188,8 +187,6 @@ def _fork(case: Case, root: Path, logs: Path, *, rank: int, generation: int, las
         return pid
     code = 1
     try:
-        errors = os.open(logs / f"rank-{rank}.err", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(errors, 2)
         os.environ |= {
             "RANK": str(rank),
             "WORLD_SIZE": str(case.world_size),
@@ -209,7 +206,7 @@ def _fork(case: Case, root: Path, logs: Path, *, rank: int, generation: int, las
             train(case, rank=rank, generation=generation, last=mine, plant=plant)
         code = 0
     except BaseException:
-        traceback.print_exc(file=sys.stderr)
+        (logs / f"rank-{rank}.err").write_text(traceback.format_exc())
     finally:
         os._exit(code)
 

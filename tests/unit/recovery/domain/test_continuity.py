@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -10,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recovery.domain.continuity import Verdict, VerdictKind, judge
-from recovery.domain.loss_band import ORDER_OF_SUMS
+from recovery.domain.loss_band import ORDER_OF_SUMS, noise_band
 from recovery.domain.replay import relative_difference
-from recovery.domain.step_records import StepRecord
+from recovery.domain.step_records import StateProbe, StepRecord
 
 Records = dict[tuple[int, int], StepRecord]
 
@@ -161,6 +162,11 @@ def test_case_R17_ranks_that_resume_at_different_steps_are_broken_within_the_fir
     assert "Rank 1 resumed at step 0; the plan says 40: the rank is at another step." in broken(verdict)
 
 
+@pytest.mark.parametrize("off", [1, -1])
+def test_step_counter_that_is_off_by_one_is_named_by_the_first_rank_that_reports(off: int) -> None:
+    assert "its step counter is off by one" in broken(judged(resumes=[resume(1, 40 + off)], replayed={}))
+
+
 # --- Losses ---
 
 
@@ -170,6 +176,37 @@ def test_case_R34_a_jump_of_the_loss_is_broken_in_both_directions(factor: float,
     replayed = bent(lambda r: replace(r, loss=r.loss * factor if r.loss else None))
     told = broken(judged(replayed=replayed, same_topology=same_topology))
     assert "Step 41, rank 0: loss" in told
+
+
+@pytest.mark.parametrize("factor", [1.2, 0.8])
+@pytest.mark.parametrize("noise", [0.0, 1e-3, 0.3])
+def test_case_R34_a_jump_of_the_loss_is_broken_however_noisy_the_old_curve_was(factor: float, noise: float) -> None:
+    rng = random.Random(1)
+    old = {
+        key: replace(found, loss=(found.loss or 0.0) * (1 + rng.gauss(0.0, noise)))
+        for key, found in curve(1, 50).items()
+    }
+    again = {key: replace(old[key], generation=2, loss=(old[key].loss or 0.0) * factor) for key in old if key[1] > 40}
+    promising_nothing = [resume(rank, deterministic=False) for rank in (0, 1)]
+    told = broken(judged(resumes=promising_nothing, reference=old, replayed=again))
+    assert "Step 41, rank 0: loss" in told
+
+
+def test_noise_of_the_old_curve_is_the_measure_where_nothing_was_promised() -> None:
+    rng = random.Random(1)
+
+    def noisy(records: Records) -> Records:
+        return {
+            key: replace(found, loss=3.0 * (1 + rng.gauss(0.0, 1e-3)), generation=found.generation)
+            for key, found in records.items()
+        }
+
+    old, again = noisy(curve(1, 50)), noisy(curve(41, 51, generation=2))
+    verdict = judged(resumes=[resume(rank, deterministic=False) for rank in (0, 1)], reference=old, replayed=again)
+    assert verdict.kind is VerdictKind.STATE_EQUAL
+    assert 1e-3 < verdict.max_relative_difference < verdict.loss_band < 0.02
+    assert verdict.loss_band == noise_band(old)
+    assert broken(judged(reference=old, replayed=again)), "the same replay of a script that promised equal bits"
 
 
 def test_case_C26_forgotten_optimizer_without_digests_is_seen_from_the_second_step_on() -> None:
@@ -272,6 +309,16 @@ def test_scripts_that_report_no_spans_are_not_blamed() -> None:
     blind = {key: replace(found, span_start=None, span_stop=None) for key, found in curve(40, 50).items()}
     replayed = bent(lambda r: replace(r, span_start=None, span_stop=None))
     assert judged(reference=blind, replayed=replayed).kind is VerdictKind.BIT_EQUAL
+
+
+def test_remark_about_the_generators_breaks_nothing() -> None:
+    def look(found: StepRecord, rng: str) -> StepRecord:
+        return replace(found, probe=StateProbe(digests={"rng": rng}))
+
+    old = {key: look(found, "a") for key, found in curve(40, 50).items()}
+    verdict = judged(reference=old, replayed=bent(lambda found: look(found, "b")))
+    assert verdict.kind is VerdictKind.BIT_EQUAL
+    assert "random generators" in verdict.findings[-1]
 
 
 # --- Numbers ---
