@@ -8,21 +8,19 @@ save, where a recovery may resume, and behind each resume, and reports them with
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
 from everstep.checkpoint.snapshot import collect
-from everstep.checkpoint.tree import flatten
-from everstep.errors import UnsupportedState
 
 PROBED_STEPS = 2
 """Behind each save and each resume."""
-VALUES_PER_TENSOR = 32
-"""Spread evenly over the tensor, so that weights that move at all show it in one of the tensors."""
+TENSORS_PER_PART, VALUES_PER_TENSOR = 64, 32
+"""Spread evenly over the part and over each tensor: weights that move at all show it in one of 2,048 values."""
 
 
 class StateProbes:
@@ -48,30 +46,48 @@ class StateProbes:
 
 
 def probe(tracked: Mapping[str, Any]) -> dict[str, str]:
-    """Map each part to a checksum (16 hex digits) of its values and of a sample of its tensors.
+    """Map each part to a checksum (16 hex digits) of its numbers and words and of a sample of its tensors.
 
-    One copy to the host for each part and device, however many tensors there are. A part that cannot be saved is left
-    out: saving says why, and training goes on.
+    One copy to the host for each part and device, however many tensors there are.
     """
     digests = {}
     for part, state in collect(tracked).items():
-        try:
-            structure, tensors = flatten(state, path=part)
-        except UnsupportedState:
-            continue
-        text = json.dumps(structure, sort_keys=True).encode()
-        digest = hashlib.blake2b(text, digest_size=8)
-        for values in _samples(tensors.values()):
+        words: list[str] = []
+        tensors: list[torch.Tensor] = []
+        _walk(state, words, tensors)
+        digest = hashlib.blake2b("\n".join(words).encode(), digest_size=8)
+        for values in _samples(tensors):
             digest.update(values)
         digests[part] = digest.hexdigest()
     return digests
 
 
-def _samples(tensors: Iterable[torch.Tensor]) -> list[bytes]:
+def _walk(value: Any, words: list[str], tensors: list[torch.Tensor]) -> None:
+    """Collect a tree's leaves, in the order of its keys. What no checkpoint can hold is passed over: saving says so."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+    elif isinstance(value, Mapping):
+        for key in sorted(value, key=str):
+            words.append(str(key))
+            _walk(value[key], words, tensors)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _walk(item, words, tensors)
+    elif isinstance(value, np.ndarray | np.generic):
+        words.append(value.tobytes().hex())
+    elif value is None or isinstance(value, bool | int | float | str | bytes):
+        words.append(repr(value))
+
+
+def _samples(tensors: Sequence[torch.Tensor]) -> list[bytes]:
     by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for tensor in tensors:
+    for tensor in _spread(tensors, TENSORS_PER_PART):
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        flat = local.detach().reshape(-1)
-        sample = flat[:: max(1, flat.numel() // VALUES_PER_TENSOR)][:VALUES_PER_TENSOR]
+        sample = _spread(local.detach().reshape(-1), VALUES_PER_TENSOR)
         by_device.setdefault(sample.device, []).append(sample.contiguous().view(torch.uint8))
     return [torch.cat(samples).cpu().numpy().tobytes() for samples in by_device.values()]
+
+
+def _spread(values: Any, count: int) -> Any:
+    """At most `count` of the values, evenly spread from the first one on; a slice, so that a tensor's is a view."""
+    return values[:: max(1, -(-len(values) // count))]

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
-from agents.protocol.messages import CheckpointSaved, Message, Phase, RankFinished, RankPhase, RankResumed, StepReports
-from agents.sensors.rank_reports import FinishedSaid, PhaseSaid, ResumedSaid, SavedSaid, StepSaid
+from agents.protocol.messages import (
+    CheckpointSaved,
+    Message,
+    Phase,
+    RankFinished,
+    RankPhase,
+    RankResumed,
+    StateProbe,
+    StepReports,
+)
+from agents.sensors.rank_reports import FinishedSaid, PhaseSaid, ProbeSaid, ResumedSaid, SavedSaid, StepSaid
 from agents.supervisor.intake import Intake
 from agents.told import Told
 
@@ -125,3 +134,14 @@ async def test_a_new_life_tells_nothing_that_the_earlier_one_has_told() -> None:
     second.take(step(3))
     second.flush()
     assert [report.step for message in again if isinstance(message, StepReports) for report in message.steps] == [3]
+
+
+async def test_look_at_the_state_is_passed_on_with_its_step() -> None:
+    told: list[Message] = []
+    taken = intake(told)
+    probe = ProbeSaid(digests={"model": "aa"}, unmoved=["model"])
+    taken.take(StepSaid(job="j", generation=1, rank=0, at=1.0, step=1, probe=probe))
+    taken.take(step(2))
+    taken.flush()
+    reports = [report for message in told if isinstance(message, StepReports) for report in message.steps]
+    assert [report.probe for report in reports] == [StateProbe(digests={"model": "aa"}, unmoved=["model"]), None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,6 +17,14 @@ def build() -> dict[str, Any]:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(40, 30), nn.BatchNorm1d(30), nn.Linear(30, 1))
     return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.1)}
+
+
+class Holder:
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
 
 
 def step(parts: dict[str, Any]) -> None:
@@ -77,20 +86,35 @@ def test_probe_changes_nothing() -> None:
     ],
 )
 def test_tensors_of_every_shape_and_type_can_be_looked_at(tensor: torch.Tensor) -> None:
-    class Holder:
-        def state_dict(self) -> dict[str, Any]:
-            return {"value": tensor}
-
-    before = probe({"holder": Holder()})
+    before = probe({"holder": Holder(tensor)})
     assert set(before) == {"holder", "rng"}
     if tensor.numel():
         tensor[(0,) * tensor.dim()] = 0 if tensor.dim() else 1
-        assert probe({"holder": Holder()})["holder"] != before["holder"]
+        assert probe({"holder": Holder(tensor)})["holder"] != before["holder"]
 
 
-def test_part_that_cannot_be_saved_is_left_out() -> None:
-    class Odd:
-        def state_dict(self) -> dict[str, Any]:
-            return {"value": object()}
+@pytest.mark.parametrize("value", [object(), {1, 2}])
+def test_value_that_no_checkpoint_can_hold_is_passed_over(value: object) -> None:
+    assert probe({"odd": Holder(value)})["odd"] == probe({"odd": Holder(object())})["odd"]
 
-    assert set(probe({"odd": Odd()})) == {"rng"}
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (1, 2),
+        (1.0, 1),
+        ("a", "b"),
+        (None, False),
+        (b"a", b"b"),
+        ([1, 2], [2, 1]),
+        (np.arange(3), np.arange(1, 4)),
+        ({"a": 1}, {"b": 1}),
+        ({"a": {"b": (1, 2)}}, {"a": {"b": (1, 3)}}),
+    ],
+)
+def test_numbers_and_words_count_in_full(one: object, other: object) -> None:
+    assert probe({"part": Holder(one)})["part"] != probe({"part": Holder(other)})["part"]
+
+
+def test_order_of_keys_does_not_count() -> None:
+    assert probe({"part": Holder({1: 2, "a": 3})}) == probe({"part": Holder({"a": 3, 1: 2})})
