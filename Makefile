@@ -11,7 +11,7 @@ SCHEDULES ?= 500
 SCRATCH := EVERSTEP_HOME=$(CURDIR)/.venv/scratch
 
 .PHONY: help install demo demo-check drills single-node check check-format check-lint check-types check-imports \
-	check-unit test test-parts test-systems test-pages proof chaos simulate silence openapi lock clean
+	check-unit test test-parts test-systems test-pages proof planted-bugs chaos simulate silence openapi lock clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
@@ -80,6 +80,9 @@ test-systems: install
 test-pages: install
 	@$(BIN)/pytest -q tests/browser tests/simulation
 	@EVERSTEP_TEST_SERVERS=production $(BIN)/pytest -q tests/integration
+
+planted-bugs: $(VENV) ## resumes with a bug in them are found and named, clean ones raise no alarm; real training. SEED=1
+	@OMP_NUM_THREADS=1 PYTHONPATH=.:tests/acceptance $(BIN)/python -m planted_bugs --seed $(SEED)
 
 proof: install ## every long proof in full, one table at the end (about half an hour). SEED=1
 	@.ci/apt

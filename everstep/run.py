@@ -32,6 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from everstep.checkpoint import rng
 from everstep.checkpoint.manifest import CheckpointName, newest_checkpoint, newest_generation, record_lineage
+from everstep.checkpoint.probe import StateProbes
 from everstep.checkpoint.reader import Loaded, read_checkpoint
 from everstep.checkpoint.retention import KEEP, remove_expired
 from everstep.checkpoint.snapshot import RNG, put_back, take, unwrap
@@ -133,6 +134,7 @@ class Run:
         self._made = 0
         self._phase = Phase.SETUP
         self._saved_step: int | None = None
+        self._probes = StateProbes()
         self._numbers: StepNumbers | None = None
         self._split = StepSplit()
         self._memory = MemoryGauge()
@@ -423,6 +425,7 @@ class Run:
         if self._loaded is not None and RNG not in saved:
             live.pop(RNG)  # another world size: there is nothing to compare it with
         self._loaded = None
+        self._probes.begin(self._tracked)
         deterministic = self._deterministic
         self._check_lease()
         self._tell(
@@ -465,6 +468,7 @@ class Run:
             **numbers.optional,
             **self._split.take(step_time_s),
             **self._memory.read(time.monotonic()),
+            probe=self._probes.after_step(self._tracked),
         )
         if self._phase != before:
             self._tell("phase", phase=self._phase.word)
@@ -485,6 +489,7 @@ class Run:
         started = time.monotonic()
         with self._during(Phase.SAVE), self._split.saving():
             self._save_now()
+            self._probes.begin(self._tracked)
         self._interval.saved(self._done, blocked_s=time.monotonic() - started)
         if self._interval.measures and self._team is not None:
             self._interval.steps = self._team.greatest(self._interval.best_steps() if self._team.leads else 0)[0]

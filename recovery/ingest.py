@@ -386,6 +386,7 @@ def _store_steps(batch: _Batch, generation: GenerationRow, fact: StepReports) ->
                 checkpoint_s=finite_or_text(report.checkpoint_s)[0],
                 memory_bytes=report.memory_bytes,
                 gpu_memory_bytes=report.gpu_memory_bytes,
+                probe={"digests": report.probe.digests, "unmoved": report.probe.unmoved} if report.probe else None,
             )
         )
     newest = 0

@@ -49,6 +49,7 @@ PROOFS = [
     planted("old-plan-accepted", '"one-generation-alive"', target="simulate"),
     planted("one-witness", '"healthy-jobs-are-left-alone"', target="simulate"),
     Proof("24 node-days of heartbeats", ["silence"], ["false_lost", "breaker_openings", "silences", "detect_p99_s"]),
+    Proof("bugs planted in resumes", ["planted-bugs"], ["planted", "found", "clean", "false_alarms"]),
     Proof("demo-check", ["demo-check"], ["state", "continuity", "steps_lost", "steps_compared", "caught_up_s"]),
     planted("optimizer", "the optimizer was not restored"),
     planted("scheduler", "the scheduler was not restored"),

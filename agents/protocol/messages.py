@@ -144,6 +144,14 @@ class GpuSample(Message, frozen=True, kw_only=True):
     """Why values are missing, for example `probe hung`."""
 
 
+class StateProbe(Message, frozen=True, kw_only=True):
+    """A sample of each part of a rank's state (model, optimizer, ...) right after a step."""
+
+    digests: dict[str, str] = {}
+    unmoved: list[str] = []
+    """Parts that are as they were before the step."""
+
+
 class StepReport(Message, frozen=True, kw_only=True):
     """One finished optimizer step of one rank. The span is of global sample indices: [start, stop).
 
@@ -184,6 +192,8 @@ class StepReport(Message, frozen=True, kw_only=True):
     """Resident memory of the rank; told about once a second."""
     gpu_memory_bytes: int | None = None
     """At most allocated by torch on the rank's GPU; told about once a second."""
+    probe: StateProbe | None = None
+    """Only with the first steps behind a save or a resume."""
 
 
 class LeaseTerms(Message, frozen=True, kw_only=True):

@@ -20,9 +20,13 @@ _Name = Annotated[str, Meta(min_length=1, max_length=200)]
 _Count = Annotated[int, Meta(ge=0, le=2**53)]
 _Positive = Annotated[int, Meta(ge=1, le=2**53)]
 _Reason = Annotated[str, Meta(max_length=4000)]
-_Digest = Annotated[
-    dict[Annotated[str, Meta(max_length=100)], Annotated[str, Meta(max_length=200)]], Meta(max_length=64)
-]
+_Part = Annotated[str, Meta(max_length=100)]
+_Digest = Annotated[dict[_Part, Annotated[str, Meta(max_length=200)]], Meta(max_length=64)]
+
+
+class ProbeSaid(Struct, frozen=True, kw_only=True):
+    digests: _Digest = {}
+    unmoved: Annotated[list[_Part], Meta(max_length=64)] = []
 
 
 class _Report(Struct, frozen=True, kw_only=True, tag_field="kind"):
@@ -57,6 +61,7 @@ class StepSaid(_FromRank, frozen=True, tag="step"):
     checkpoint_s: float | None = None
     memory_bytes: _Count | None = None
     gpu_memory_bytes: _Count | None = None
+    probe: ProbeSaid | None = None
 
 
 class ResumedSaid(_FromRank, frozen=True, tag="resumed"):

@@ -16,6 +16,7 @@ from agents.protocol.messages import (
     RankResumed,
     SaveInTrouble,
     SaveTroubleKind,
+    StateProbe,
     StepReport,
     StepReports,
 )
@@ -170,6 +171,7 @@ class Intake:
                 checkpoint_s=said.checkpoint_s,
                 memory_bytes=said.memory_bytes,
                 gpu_memory_bytes=said.gpu_memory_bytes,
+                probe=StateProbe(digests=said.probe.digests, unmoved=said.probe.unmoved) if said.probe else None,
             )
         )
         if self._timer is None:

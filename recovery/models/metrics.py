@@ -37,6 +37,8 @@ class StepRow(models.Model):
     checkpoint_s = models.FloatField(null=True)
     memory_bytes = models.BigIntegerField(null=True)
     gpu_memory_bytes = models.BigIntegerField(null=True)
+    probe = models.JSONField(null=True)
+    """A `StateProbe`, with the few steps that have one."""
 
     class Meta:
         constraints = (

@@ -12,12 +12,13 @@ from django.conf import settings
 from django.db.models import Max
 
 from agents.protocol.messages import AssignmentPhase, Phase, SeenPhase
-from recovery.domain.continuity import ResumeRecord, StepRecord, Verdict, VerdictKind, judge
+from recovery.domain.continuity import Verdict, VerdictKind, judge
 from recovery.domain.fleet import FleetSnapshot, NodeHealth, NodeView
 from recovery.domain.generations import FenceProof, GenerationView, LeaseLimits, RankView, ShareView
 from recovery.domain.incident import Incident
 from recovery.domain.instructions import JobState
 from recovery.domain.lineage import reference_generations
+from recovery.domain.loss_band import LOOK_BACK_STEPS
 from recovery.domain.plan import CheckpointRef, RecoveryPlan
 from recovery.domain.silence import (
     OBSERVER_GONE_AFTER_S,
@@ -28,6 +29,7 @@ from recovery.domain.silence import (
     judge_silence,
 )
 from recovery.domain.situation import Command, FreshIds, JobView, Situation
+from recovery.domain.step_records import ResumeRecord, StateProbe, StepRecord
 from recovery.domain.trust import Health, Integrity, Trust, appraise
 from recovery.domain.witnesses import ProbeView
 from recovery.ids import fresh_id
@@ -316,10 +318,10 @@ def _judge(job: Job, incident: Incident, situation: Situation, new: GenerationVi
     for number in reference_generations(by_number, upto=new.number):
         older = by_number[number]
         if older.plan.world_size == new.plan.world_size:
-            # The parent's own step is read too: the first replayed span must follow it.
+            # The parent's own step is read too, since the first replayed span must follow it, and some before it.
             # From where its loss was lost, an older generation is no measure of what it should be.
             sound_to = last if older.nonfinite_step is None else min(last, older.nonfinite_step - 1)
-            reference = {**_records(job, number, first=parent_step, last=sound_to), **reference}
+            reference = {**_records(job, number, first=parent_step - LOOK_BACK_STEPS, last=sound_to), **reference}
     verdict = judge(
         parent=new.plan.parent,
         world_size=new.plan.world_size,
@@ -348,6 +350,7 @@ def _records(job: Job, generation: int, *, first: int, last: int) -> dict[tuple[
             epoch=row.epoch,
             span_start=row.span_start,
             span_stop=row.span_stop,
+            probe=StateProbe(digests=row.probe["digests"], unmoved=tuple(row.probe["unmoved"])) if row.probe else None,
         )
         for row in rows
     }

@@ -12,12 +12,12 @@ from simulated_strays import SimulatedStrays
 from virtual_time import VirtualTime
 
 from agents.protocol.messages import AGENT_PROOFS, AssignmentPhase, Phase, ProofKind, SeenPhase
-from recovery.domain.continuity import StepRecord
 from recovery.domain.detection import Fault
 from recovery.domain.fences import boot_proof
 from recovery.domain.generations import NONFINITE_STEPS, FenceProof, RankView
 from recovery.domain.instructions import JobState
 from recovery.domain.plan import CheckpointRef
+from recovery.domain.step_records import StepRecord
 from recovery.domain.trust import Nonfinite, fold_loss
 
 PACE_MEMORY = 0.98

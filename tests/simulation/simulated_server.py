@@ -19,7 +19,7 @@ from virtual_time import VirtualTime
 
 from agents.protocol.messages import AssignmentPhase, ProofKind
 from recovery.domain.breaker import ControlPlaneIncident, rearm, step_breaker
-from recovery.domain.continuity import ResumeRecord, StepRecord, Verdict, judge
+from recovery.domain.continuity import Verdict, judge
 from recovery.domain.detection import Fault, find_fault
 from recovery.domain.fleet import FleetSnapshot, NodeHealth, NodeView
 from recovery.domain.generations import FenceProof, GenerationView, RankView, ShareView
@@ -54,6 +54,7 @@ from recovery.domain.policy import Policy
 from recovery.domain.receipt import Receipt
 from recovery.domain.silence import Contact, ObserverView, judge_silence
 from recovery.domain.situation import Command, FreshIds, JobView, Situation
+from recovery.domain.step_records import ResumeRecord, StepRecord
 from recovery.domain.trust import UNKNOWN, Health, Trust, appraise, judge_sanity
 from recovery.domain.witnesses import ProbeView
 

@@ -14,6 +14,7 @@ from agents.sensors.rank_reports import (
     FinishedSaid,
     PhaseSaid,
     PokeSaid,
+    ProbeSaid,
     ResumedSaid,
     SavedSaid,
     StepSaid,
@@ -31,6 +32,10 @@ def said(**changes: object) -> object:
 
 def test_reads_every_kind() -> None:
     assert said() == StepSaid(job="j", generation=1, rank=0, at=1.5, step=3, loss=0.25)
+    probed = said(probe={"digests": {"model": "aa"}, "unmoved": ["model"]})
+    assert isinstance(probed, StepSaid) and probed.probe == ProbeSaid(digests={"model": "aa"}, unmoved=["model"])
+    assert said(probe={"digests": {"model": 3}}) is None
+    assert said(probe={"digests": {}, "unmoved": ["part"] * 65}) is None
     assert isinstance(said(kind="resumed", saved_digest={"model": "aa"}, live_digest={}), ResumedSaid)
     assert isinstance(said(kind="saved", directory="d", size_bytes=1, world_size=2), SavedSaid)
     assert isinstance(said(kind="finished"), FinishedSaid)

@@ -14,10 +14,19 @@ from agents.protocol.messages import (
     RankResumed,
     SaveInTrouble,
     SaveTroubleKind,
+    StateProbe,
     StepReport,
     StepReports,
 )
-from agents.sensors.rank_reports import FinishedSaid, PhaseSaid, ResumedSaid, SavedSaid, StepSaid, parse_report
+from agents.sensors.rank_reports import (
+    FinishedSaid,
+    PhaseSaid,
+    ProbeSaid,
+    ResumedSaid,
+    SavedSaid,
+    StepSaid,
+    parse_report,
+)
 from agents.supervisor.intake import Intake
 from agents.told import Told
 
@@ -182,3 +191,14 @@ async def test_every_number_of_a_step_is_passed_on() -> None:
     taken.flush()
     reports = [report for message in told if isinstance(message, StepReports) for report in message.steps]
     assert [{name: getattr(report, name) for name in numbers} for report in reports] == [numbers]
+
+
+async def test_look_at_the_state_is_passed_on_with_its_step() -> None:
+    told: list[Message] = []
+    taken = intake(told)
+    probe = ProbeSaid(digests={"model": "aa"}, unmoved=["model"])
+    taken.take(StepSaid(job="j", generation=1, rank=0, at=1.0, step=1, probe=probe))
+    taken.take(step(2))
+    taken.flush()
+    reports = [report for message in told if isinstance(message, StepReports) for report in message.steps]
+    assert [report.probe for report in reports] == [StateProbe(digests={"model": "aa"}, unmoved=["model"]), None]
