@@ -75,6 +75,7 @@ def sweep() -> None:
     unsettled = ~Q(state__in=ends) | Q(claimed_nodes__isnull=False) | Q(generations__wanted__in=("prepare", "run"))
     for job_id in Job.objects.filter(unsettled).distinct().values_list("pk", flat=True):
         look.at("job", job_id, partial(look.advance, engine.advance_job, job_id))
+    for job_id in Job.objects.exclude(state__in=ends).values_list("pk", flat=True):
         look.at("checkpoints", job_id, partial(look_after_checkpoints, job_id))
     for drill_id in Drill.objects.filter(ended=False).values_list("pk", flat=True):
         look.at("drill", drill_id, partial(settle_drill, drill_id))
