@@ -40,14 +40,14 @@ from everstep.checkpoint.writer import SaveRequest, write_checkpoint
 from everstep.context import RunContext
 from everstep.data import SampleOrder, SampleSpan
 from everstep.elastic.lease import Phase
-from everstep.errors import CheckpointDamaged, CheckpointMissing, EverstepError, SaveFailed, UsageError
+from everstep.errors import BadDatagram, CheckpointDamaged, CheckpointMissing, EverstepError, SaveFailed, UsageError
 from everstep.rank_lease import RankLease
 from everstep.rank_log import RankLog
 from everstep.ranks import Team
 from everstep.save_interval import SaveInterval
 from everstep.save_requests import SaveRequests
 from everstep.step_split import MemoryGauge, StepSplit
-from everstep.telemetry import Telemetry
+from everstep.telemetry import Telemetry, encode_fields, join_fields
 
 
 class Stateful(Protocol):
@@ -569,8 +569,15 @@ class Run:
     # --- Telling --------------------------------------------------------------------------------------------------
 
     def _tell(self, kind: str, *, log_fields: dict[str, Any] | None = None, **fields: Any) -> None:
-        self._log.write(kind, **fields, **(log_fields or {}))
-        self._telemetry.send(kind, **fields)
+        if not (self._log.open or self._telemetry.open):
+            return
+        try:
+            encoded = encode_fields(fields)
+            for_log = join_fields(encoded, encode_fields(log_fields)) if log_fields else encoded
+        except BadDatagram:
+            return
+        self._log.write_encoded(kind, for_log)
+        self._telemetry.send_encoded(kind, encoded)
 
     def _warn(self, text: str) -> None:
         self._log.write("warning", text=text)

@@ -130,7 +130,7 @@ class ReplayableSampler:
         batch = IndexBatch(self._share(span), span)
         if len(self._promised) >= _REMEMBERED:
             self._promised.pop(next(iter(self._promised)))
-        self._promised[span] = indices_digest(batch)
+        self._promised[span] = batch.span.indices_digest or ""
         return batch
 
     def order_digest(self, span: SampleSpan) -> str | None:

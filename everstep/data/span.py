@@ -73,11 +73,15 @@ class IndexBatch(list[int]):
     def __init__(self, indices: Iterable[int], span: SampleSpan) -> None:
         super().__init__(indices)
         self._span = span
+        self._seen: list[int] | None = None
 
     @property
     def span(self) -> SampleSpan:
         """The span, with count and checksum of what this list holds now: a changed list does not keep an old one."""
-        return replace(self._span, count=len(self), indices_digest=indices_digest(self))
+        if self._seen != self:
+            self._seen = list(self)
+            self._span = replace(self._span, count=len(self), indices_digest=indices_digest(self))
+        return self._span
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (IndexBatch, (list(self), self._span))
