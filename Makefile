@@ -10,7 +10,7 @@ SCHEDULES ?= 500
 # Management commands that need no state of their own keep the little that they write out of the demo's folder.
 SCRATCH := EVERSTEP_HOME=$(CURDIR)/.venv/scratch
 
-.PHONY: help install demo demo-check drills single-node check check-format check-lint check-types check-imports \
+.PHONY: help install demo demo-check drills single-node shrink check check-format check-lint check-types check-imports \
 	check-unit test test-parts test-systems test-pages proof planted-bugs chaos simulate silence openapi lock clean
 .DEFAULT_GOAL := help
 
@@ -38,6 +38,9 @@ drills: install ## every kind of drill, one after the other on one running syste
 
 single-node: install ## a job on one node: cut off while it trains on, then gone for good until an operator attests it
 	@PYTHONPATH=tests/acceptance KEEP=$(KEEP) $(BIN)/python -m single_node
+
+shrink: install ## a job that may run on one or two nodes loses one, and there is no spare: it goes on without it
+	@PYTHONPATH=tests/acceptance KEEP=$(KEEP) $(BIN)/python -m shrink
 
 chaos: install ## drills while web, worker, beat, Redis, PostgreSQL die, alone and together. SEED=1
 	@.ci/apt

@@ -57,6 +57,11 @@ PROOFS = [
     planted("ghost", "a process of generation 1 outlived the stop"),
     Proof("drills of every kind", ["drills"], ["drills", "passed", "slowest_s"]),
     Proof("a job on a single node", ["single-node"], ["cut", "steps_lost", "gone", "fence", "overlap_margin_s"]),
+    Proof(
+        "a job that shrinks",
+        ["shrink"],
+        ["state", "continuity", "old_world_size", "new_world_size", "steps_lost", "fence_s"],
+    ),
     Proof("dying servers, Redis gone or full", ["chaos"], ["scenarios", "recovered", "worker_kills", "slowest_s"]),
 ]
 

@@ -182,7 +182,9 @@ async def test_passes_on_once_what_a_rank_says_of_a_save_beside_its_success() ->
 async def test_every_number_of_a_step_is_passed_on() -> None:
     told: list[Message] = []
     taken = intake(told)
-    fields = {name: kind for name, kind in StepReport.__annotations__.items() if name not in ("rank", "step", "at", "probe")}
+    fields = {
+        name: kind for name, kind in StepReport.__annotations__.items() if name not in ("rank", "step", "at", "probe")
+    }
     numbers: dict[str, Any] = {
         name: f"{number:016x}" if "Digest64" in str(kind) else 10 + number
         for number, (name, kind) in enumerate(fields.items())
