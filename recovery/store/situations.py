@@ -350,6 +350,7 @@ def _records(job: Job, generation: int, *, first: int, last: int) -> dict[tuple[
             epoch=row.epoch,
             span_start=row.span_start,
             span_stop=row.span_stop,
+            indices_digest=row.indices_digest or None,
             probe=StateProbe(digests=row.probe["digests"], unmoved=tuple(row.probe["unmoved"])) if row.probe else None,
         )
         for row in rows

@@ -137,7 +137,6 @@ def train(case: Case, *, rank: int, generation: int, last: int | None, plant: Pl
             os.kill(os.getpid(), signal.SIGKILL)
         script.optimizer.step()
         script.scheduler.step()
-        run.note("indices", step=run.step + 1, digest=f"{hash(tuple(batch)) & (2**64 - 1):016x}")
         run.report(loss=loss, learning_rate=rate, span=batch.span)
 
 

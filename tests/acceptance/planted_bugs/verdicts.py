@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +27,7 @@ class Outcome:
 
 def judge_logs(case: Case, root: Path) -> Outcome:
     """Judge after each report of the new generation, as they come: the first broken verdict is what stops a job."""
-    before = [_step(said, root, 1) for said in _reports(root, 1) if isinstance(said, StepSaid)]
+    before = [_step(said) for said in _reports(root, 1) if isinstance(said, StepSaid)]
     reference = {(record.rank, record.step): record for record in before}
     resumes: list[ResumeRecord] = []
     replayed: dict[tuple[int, int], StepRecord] = {}
@@ -46,7 +45,7 @@ def judge_logs(case: Case, root: Path) -> Outcome:
                     )
                 )
             case StepSaid():
-                replayed[said.rank, said.step] = _step(said, root, 2)
+                replayed[said.rank, said.step] = _step(said)
             case _:
                 continue
         last = judge(
@@ -74,7 +73,7 @@ def _logs(root: Path, generation: int) -> list[Path]:
     return sorted((root / f"generation-{generation}").glob("rank-*.jsonl"))
 
 
-def _step(said: StepSaid, root: Path, generation: int) -> StepRecord:
+def _step(said: StepSaid) -> StepRecord:
     probe = None if said.probe is None else StateProbe(digests=said.probe.digests, unmoved=tuple(said.probe.unmoved))
     return StepRecord(
         generation=said.generation,
@@ -87,11 +86,6 @@ def _step(said: StepSaid, root: Path, generation: int) -> StepRecord:
         epoch=said.epoch,
         span_start=said.span_start,
         span_stop=said.span_stop,
-        indices_digest=_noted_indices(root, generation, said.rank).get(said.step),
+        indices_digest=said.indices_digest,
         probe=probe,
     )
-
-
-def _noted_indices(root: Path, generation: int, rank: int) -> dict[int, str]:
-    entries = map(json.loads, (root / f"generation-{generation}" / f"rank-{rank}.jsonl").read_bytes().splitlines())
-    return {entry["step"]: entry["digest"] for entry in entries if entry["kind"] == "indices"}
