@@ -10,8 +10,8 @@ SCHEDULES ?= 500
 # Management commands that need no state of their own keep the little that they write out of the demo's folder.
 SCRATCH := EVERSTEP_HOME=$(CURDIR)/.venv/scratch
 
-.PHONY: help install demo demo-check drills single-node check check-format check-lint check-types check-imports \
-	check-unit test test-parts test-systems proof chaos simulate silence openapi lock clean
+.PHONY: help install demo demo-check drills single-node shrink check check-format check-lint check-types check-imports \
+	check-unit test test-parts test-systems test-pages proof planted-bugs chaos simulate silence openapi lock clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
@@ -38,6 +38,9 @@ drills: install ## every kind of drill, one after the other on one running syste
 
 single-node: install ## a job on one node: cut off while it trains on, then gone for good until an operator attests it
 	@PYTHONPATH=tests/acceptance KEEP=$(KEEP) $(BIN)/python -m single_node
+
+shrink: install ## a job that may run on one or two nodes loses one, and there is no spare: it goes on without it
+	@PYTHONPATH=tests/acceptance KEEP=$(KEEP) $(BIN)/python -m shrink
 
 chaos: install ## drills while web, worker, beat, Redis, PostgreSQL die, alone and together. SEED=1
 	@.ci/apt
@@ -67,16 +70,22 @@ ifdef ARGS
 	@EVERSTEP_TEST_SERVERS=production $(BIN)/pytest $(ARGS) || [ $$? = 5 ] # 5: ARGS chose none of those
 else
 	@$(MAKE) --no-print-directory check-unit
-	@$(MAKE) --no-print-directory -j2 test-parts test-systems
+	@$(MAKE) --no-print-directory -j3 test-parts test-systems test-pages
 endif
 
-# Two lanes side by side, since most of these tests wait: for leases to run out, for processes to start and to die.
+# Lanes side by side, since most of these tests wait: for leases to run out, for processes to start and to die.
 test-parts: install
-	@$(BIN)/pytest -q tests/integration tests/simulation
+	@$(BIN)/pytest -q tests/integration
 
 test-systems: install
-	@$(BIN)/pytest -q tests/acceptance tests/browser
+	@$(BIN)/pytest -q tests/acceptance
+
+test-pages: install
+	@$(BIN)/pytest -q tests/browser tests/simulation
 	@EVERSTEP_TEST_SERVERS=production $(BIN)/pytest -q tests/integration
+
+planted-bugs: $(VENV) ## resumes with a bug in them are found and named, clean ones raise no alarm; real training. SEED=1
+	@OMP_NUM_THREADS=1 PYTHONPATH=.:tests/acceptance $(BIN)/python -m planted_bugs --seed $(SEED)
 
 proof: install ## every long proof in full, one table at the end (about half an hour). SEED=1
 	@.ci/apt

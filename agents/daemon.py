@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
+from agents.boot_clock import this_boot
 from agents.errors import AgentError, ServerUnreachable, StateUnusable
 from agents.faults.faults import Faults
 from agents.faults.tombstone import wait_while_down
@@ -27,7 +28,7 @@ from agents.protocol.errors import CloseCode
 from agents.protocol.messages import GpuSamples, Hello, Message, Order
 from agents.protocol.version import PROTOCOL_VERSION
 from agents.sensors.base import GpuSensor
-from agents.sensors.host import boot_id, node_facts, slots
+from agents.sensors.host import node_facts, slots
 from agents.sensors.nvml_probe import NvmlProbe
 from agents.sensors.rank_socket import RankSocket, socket_path
 from agents.sensors.simulated import SimulatedGpus
@@ -51,7 +52,7 @@ class Daemon:
 
     def __init__(self, settings: Settings, *, policy: Policy) -> None:
         self._settings = settings
-        self._boot_id = boot_id()
+        self._boot_id = this_boot()
         self._outbox = DiskOutbox(settings.state_directory)
         self._clock = ServerClock()
         self._children: set[int] = set()

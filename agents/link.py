@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
-from agents.faults.boot_clock import boottime_ns
+from agents.boot_clock import boottime_ns
 from agents.log_lines import NodeLog
 from agents.outbox import DiskOutbox
 from agents.protocol.errors import RETRY_FORBIDDEN, CloseCode, MalformedFrame, ProtocolError

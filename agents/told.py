@@ -11,6 +11,7 @@ import copy
 import msgspec
 
 from agents.protocol.messages import (
+    CheckpointRehashed,
     CheckpointSaved,
     Message,
     ProbeReport,
@@ -19,11 +20,13 @@ from agents.protocol.messages import (
     RankPhase,
     RankResumed,
     RankStarted,
+    SaveInTrouble,
     StepReports,
 )
 
 _GENERATIONS_KEPT = 200
 _PROBES_KEPT = 500
+_SAVE_NOTES_KEPT = 100
 
 
 class ToldGeneration(msgspec.Struct):
@@ -37,6 +40,8 @@ class ToldGeneration(msgspec.Struct):
     """The newest one."""
     saved: int | None = None
     """The newest checkpoint; None if none was told, since step 0 is one too."""
+    save_notes: list[str] = []
+    """The newest words on saves beside their success, by `note_key`."""
     phase: dict[int, float] = {}
     """When the newest one began."""
     finished: dict[int, int] = {}
@@ -73,6 +78,11 @@ class Told(msgspec.Struct):
             case CheckpointSaved(job=job, generation=generation):
                 told = self._generation(job, generation)
                 told.saved = message.step if told.saved is None else max(told.saved, message.step)
+            case CheckpointRehashed(job=job, generation=generation) | SaveInTrouble(job=job, generation=generation):
+                notes = self._generation(job, generation).save_notes
+                if note_key(message) not in notes:
+                    notes.append(note_key(message))
+                    del notes[:-_SAVE_NOTES_KEPT]
             case RankFinished(job=job, generation=generation):
                 self._generation(job, generation).finished[message.rank] = message.step
             case RankExited(job=job, generation=generation):
@@ -85,6 +95,13 @@ class Told(msgspec.Struct):
         while len(self.generations) > _GENERATIONS_KEPT:
             del self.generations[next(iter(self.generations))]
         return told
+
+
+def note_key(note: CheckpointRehashed | SaveInTrouble) -> str:
+    """Tells one word on a save from all others of its generation."""
+    if isinstance(note, CheckpointRehashed):
+        return f"rehashed:{note.rank}:{note.step}:{note.ok}"
+    return f"{note.kind.value}:{note.rank}:{note.step}:{note.attempt}"
 
 
 def _key(job: str, generation: int) -> str:

@@ -10,28 +10,33 @@ milliseconds. Nothing is judged here.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import json
 import os
 import socket
 import statistics
 import struct
 import tempfile
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any, NoReturn
 
 from torch import nn
 
 import everstep
+from everstep.data import indices_digest
 from everstep.elastic.lease import Held, Phase
 from everstep.elastic.lease_files import LeaseFiles, LeasePaths, boottime_ns
 from everstep.rank_lease import RankLease
 from everstep.rank_log import RankLog
 
 NODE_RANKS = (1, 8)
+BATCHES = (8, 64, 512)
+"""Samples of one rank's step."""
 
 
 def new_lease(root: Path, *, ranks: int) -> LeasePaths:
@@ -70,7 +75,36 @@ def step_seconds(steps: Iterator[int], run: everstep.Run, count: int) -> float:
     return (time.thread_time() - started) / count
 
 
-def new_run(root: Path, environment: dict[str, str], total_steps: int) -> everstep.Run:
+def full_step_seconds(
+    steps: Iterator[int], run: everstep.Run, sampler: everstep.ReplayableSampler, count: int
+) -> float:
+    """Everything that can be reported: span and checksum, samples, time split, norms, tokens, memory.
+
+    The batches are made beforehand, checksums included: a loader does that in its workers.
+    """
+    made = list(itertools.islice(sampler.stream(), count))
+    batches = run.batches(made)
+    started = time.thread_time()
+    for _ in range(count):
+        next(steps)
+        span = next(batches).span
+        run._split._before_optimizer()  # what the optimizer's hooks cost, without an optimizer
+        run._split._after_optimizer()
+        with run.wait():
+            pass
+        run.report(loss=0.5, learning_rate=0.1, grad_norm=1.5, parameter_norm=20.5, span=span, tokens=4096)
+    return (time.thread_time() - started) / count
+
+
+def checksum_seconds(size: int, count: int) -> float:
+    indices = list(range(10**6, 10**6 + size))
+    started = time.thread_time()
+    for _ in range(count):
+        indices_digest(indices)
+    return (time.thread_time() - started) / count
+
+
+def new_run(root: Path, environment: dict[str, str], total_steps: int, sampler: Any = None) -> everstep.Run:
     """A run whose environment is as given; it reads that once, when it is made."""
     before = dict(os.environ)
     os.environ.update(environment)
@@ -79,7 +113,7 @@ def new_run(root: Path, environment: dict[str, str], total_steps: int) -> everst
     finally:
         os.environ.clear()
         os.environ.update(before)
-    run.track(model=nn.Linear(1, 1), optimizer=None, scheduler=None, sampler=None)
+    run.track(model=nn.Linear(1, 1), optimizer=None, scheduler=None, sampler=sampler)
     run.resume()
     return run
 
@@ -106,13 +140,25 @@ def variants(root: Path, agent: Path, total_steps: int) -> dict[str, Callable[[i
         next(steps)
         run.report(loss=0.5)
         found[name] = partial(step_seconds, steps, run)
+    sampler = everstep.ReplayableSampler(10**6, global_batch_size=16)
+    run = new_run(root / "checkpoints-full", told, total_steps, sampler)
+    steps = run.steps()
+    next(steps)
+    run.report(loss=0.5, span=next(sampler.stream()).span)
+    found["a whole step with all that can be reported"] = partial(full_step_seconds, steps, run, sampler)
+    for size in BATCHES:
+        found[f"checksum of the indices of {size} samples"] = partial(checksum_seconds, size)
     return found
 
 
-def drain(agent: socket.socket) -> None:
-    """What a node's agent does: read at once, and let go."""
-    while agent.recv(65536):
-        pass
+def drain(agent: socket.socket) -> NoReturn:
+    """What a node's agent does: read at once, and let go. Ends with the benchmark."""
+    parent = os.getppid()
+    agent.settimeout(1.0)
+    while os.getppid() == parent:
+        with contextlib.suppress(TimeoutError):
+            agent.recv(65536)
+    os._exit(0)
 
 
 def main() -> None:
@@ -124,7 +170,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as agent:
         root = Path(directory)
         agent.bind(str(root / "s"))
-        threading.Thread(target=drain, args=(agent,), daemon=True).start()
+        reader = os.fork()
+        if reader == 0:  # a process of its own, as an agent is one: a thread would take turns with the steps
+            drain(agent)
         measured = variants(root, root / "s", total_steps=arguments.rounds * arguments.steps + 10)
         seconds: dict[str, list[float]] = {name: [] for name in measured}
         for _ in range(arguments.rounds):

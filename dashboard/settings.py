@@ -94,9 +94,10 @@ def _database(url: str) -> dict[str, Any]:
             "keepalives_interval": 2,
             "keepalives_count": 3,
             "tcp_user_timeout": 15000,
-            # A process of ours that stands still must not hold up the others by what it has locked.
-            "options": "-c idle_in_transaction_session_timeout=15s -c lock_timeout=15s",
-            **dict(parse_qsl(parts.query)),  # what libpq knows, for example sslmode=verify-full
+            # A process of ours that stands still must not hold up the others by what it has locked; and what an agent
+            # was told is stored, it forgets, so that a server must not lose it, whatever its own default is.
+            "options": "-c idle_in_transaction_session_timeout=15s -c lock_timeout=15s -c synchronous_commit=on",
+            **dict(parse_qsl(parts.query, keep_blank_values=True)),  # what libpq knows, for example sslmode=verify-full
         },
     }
 

@@ -10,7 +10,15 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from everstep.data import ReplayableSampler, SampleSpan, SpannedDataset
+    from everstep.data import (
+        ReplayableSampler,
+        ReplayableStream,
+        SampleSpan,
+        SpannedBatch,
+        SpannedDataset,
+        StatefulBatches,
+        replayable_loader,
+    )
     from everstep.errors import (
         CheckpointDamaged,
         CheckpointMissing,
@@ -28,19 +36,27 @@ __all__ = [
     "CheckpointMissing",
     "EverstepError",
     "ReplayableSampler",
+    "ReplayableStream",
     "Run",
     "SampleSpan",
     "SaveFailed",
+    "SpannedBatch",
     "SpannedDataset",
+    "StatefulBatches",
     "UnsupportedState",
     "UsageError",
+    "replayable_loader",
 ]
 
 _HOME_OF = {
     "Run": "everstep.run",
     "ReplayableSampler": "everstep.data",
+    "ReplayableStream": "everstep.data",
     "SampleSpan": "everstep.data",
+    "SpannedBatch": "everstep.data",
     "SpannedDataset": "everstep.data",
+    "StatefulBatches": "everstep.data",
+    "replayable_loader": "everstep.data",
 }
 
 

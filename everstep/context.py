@@ -26,6 +26,8 @@ class RunContext:
     checkpoint_directory: Path | None
     socket_path: str | None
     log_directory: Path | None
+    run_directory: Path | None
+    """Where the agent puts what the server wishes of this run; None without one."""
     beats: bool
     lease: LeasePaths | None
     """None where nobody counts on this process: alone, or under a runner that keeps no lease."""
@@ -45,6 +47,7 @@ class RunContext:
             checkpoint_directory=_path(environment.get("EVERSTEP_CHECKPOINT_DIR")),
             socket_path=environment.get("EVERSTEP_SOCKET") or None,
             log_directory=_path(environment.get("EVERSTEP_LOG_DIR")),
+            run_directory=_path(environment.get("EVERSTEP_RUN_DIR")),
             beats=environment.get("EVERSTEP_BEATS") == "1",
             lease=LeasePaths.from_environment(environment),
         )

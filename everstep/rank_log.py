@@ -6,12 +6,15 @@ that the lines of a killed rank are complete. A log that cannot be written never
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import threading
 import time
 from pathlib import Path
 from typing import Any
+
+from everstep.errors import BadDatagram
+from everstep.telemetry import encode_fields, join_fields
 
 BEAT_INTERVAL_S = 0.02
 
@@ -25,23 +28,26 @@ class RankLog:
         self._beats_path = None if directory is None else directory / f"rank-{rank}.beats"
         self._fd = None if directory is None else _open_for_append(directory / f"rank-{rank}.jsonl")
 
+    @property
+    def open(self) -> bool:
+        return self._fd is not None
+
     def write(self, kind: str, **fields: Any) -> None:
         """Append one line; `at` is Unix seconds, `monotonic_ns` orders lines of one boot."""
+        if self.open:
+            with contextlib.suppress(BadDatagram):
+                self.write_encoded(kind, encode_fields(fields))
+
+    def write_encoded(self, kind: str, fields: str) -> None:
+        """The same, of what `encode_fields` made."""
         if self._fd is None:
             return
-        line = {
-            "kind": kind,
-            "at": time.time(),
-            "monotonic_ns": time.monotonic_ns(),
-            "pid": os.getpid(),
-            "generation": self.generation,
-            "rank": self._rank,
-            **fields,
-        }
-        try:
-            os.write(self._fd, json.dumps(line).encode() + b"\n")
-        except (OSError, TypeError, ValueError):
-            return
+        head = (
+            f'{{"kind":"{kind}","at":{time.time()!r},"monotonic_ns":{time.monotonic_ns()},"pid":{os.getpid()},'
+            f'"generation":{self.generation},"rank":{self._rank}}}'
+        )
+        with contextlib.suppress(OSError, ValueError):
+            os.write(self._fd, join_fields(head, fields).encode() + b"\n")
 
     def start_beats(self) -> None:
         """Append the time to `rank-<rank>.beats` every 20 ms from a daemon thread, for as long as the process lives."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from everstep.errors import UsageError
@@ -43,6 +44,14 @@ class Team:
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.group)
         return values
+
+    def greatest(self, *values: int) -> list[int]:
+        """For each value, the greatest that any rank has: one small reduction, cheap enough for a training loop."""
+        if self.world_size == 1:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.int64)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
+        return [int(value) for value in tensor]
 
     def broadcast(self, value: Value) -> Value:
         """Rank 0's value on every rank."""

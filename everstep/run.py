@@ -21,29 +21,33 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from everstep.checkpoint import rng
 from everstep.checkpoint.manifest import CheckpointName, newest_checkpoint, newest_generation, record_lineage
+from everstep.checkpoint.probe import StateProbes
 from everstep.checkpoint.reader import Loaded, read_checkpoint
 from everstep.checkpoint.retention import KEEP, remove_expired
 from everstep.checkpoint.snapshot import RNG, put_back, take, unwrap
 from everstep.checkpoint.writer import SaveRequest, write_checkpoint
 from everstep.context import RunContext
-from everstep.data import SampleSpan
+from everstep.data import SampleOrder, SampleSpan
 from everstep.elastic.lease import Phase
-from everstep.errors import CheckpointDamaged, CheckpointMissing, EverstepError, SaveFailed, UsageError
+from everstep.errors import BadDatagram, CheckpointDamaged, CheckpointMissing, EverstepError, SaveFailed, UsageError
 from everstep.rank_lease import RankLease
 from everstep.rank_log import RankLog
 from everstep.ranks import Team
-from everstep.telemetry import Telemetry
+from everstep.save_interval import SaveInterval
+from everstep.save_requests import SaveRequests
+from everstep.step_split import MemoryGauge, StepSplit
+from everstep.telemetry import Telemetry, encode_fields, join_fields
 
 
 class Stateful(Protocol):
@@ -53,6 +57,8 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state_dict: Any, /) -> Any: ...
 
+
+Batch = TypeVar("Batch")
 
 _NOT_SAID: Any = object()
 
@@ -72,6 +78,8 @@ class StepNumbers:
     learning_rate: float | None = None
     grad_norm: float | None = None
     span: SampleSpan | None = None
+    optional: dict[str, Any] = field(default_factory=dict)
+    """What is told only where it is known, by its name in the datagram."""
 
 
 class Run:
@@ -82,7 +90,12 @@ class Run:
     checkpoint_directory: where checkpoints lie when no runner says so; all nodes must share it.
     deterministic: the promise that equal state gives equal losses, bit for bit; by default, whether torch was told to
     use deterministic algorithms when training starts.
-    keep: complete checkpoints to keep.
+    save_every: steps between saves, or "auto": what costs least by the measured time of saves and steps and by how
+    often machines fail (`save_interval.py`). A server's word (EVERSTEP_SAVE_EVERY) overrides it.
+    keep: complete checkpoints to keep, beside those that the server has pinned.
+
+    SIGTERM, an operator or a notice of maintenance gives one save at a step that all ranks agree on, within about a
+    second; after SIGTERM to any rank, all end with exit code 143 once it is saved, or when 25 s are over.
 
     Exit code 76: under a runner, neither contact with the server nor progress came within the limit of the phase, for
     example because the node was frozen, so that another generation may be running. The rank ends itself before it
@@ -93,23 +106,22 @@ class Run:
         self,
         *,
         total_steps: int,
-        save_every: int = 100,
+        save_every: int | Literal["auto"] = 100,
         seed: int | None = 0,
         checkpoint_directory: str | os.PathLike[str] = "checkpoints",
         deterministic: bool | None = None,
         keep: int = KEEP,
     ) -> None:
-        if total_steps < 1 or save_every < 1 or keep < 1:
-            raise UsageError(
-                f"Run(total_steps={total_steps}, save_every={save_every}, keep={keep}): each must be at least 1."
-            )
+        if total_steps < 1 or keep < 1:
+            raise UsageError(f"Run(total_steps={total_steps}, keep={keep}): each must be at least 1.")
         self.total_steps = total_steps
-        self.save_every = save_every
+        self._interval = SaveInterval(save_every, nodes=int(os.environ.get("GROUP_WORLD_SIZE", "1")))
         self.seed = seed
         self.keep = keep
         self._deterministic = deterministic
         self._context = RunContext.from_environment()
         self.checkpoint_directory = self._context.checkpoint_directory or Path(checkpoint_directory)
+        self._requests = SaveRequests(self._context.run_directory)
         self.rank = self._context.rank
         self.generation = self._context.generation or 0
         """Rising number of this start of the job; 0 until `resume` where no runner gave one."""
@@ -122,7 +134,10 @@ class Run:
         self._made = 0
         self._phase = Phase.SETUP
         self._saved_step: int | None = None
+        self._probes = StateProbes()
         self._numbers: StepNumbers | None = None
+        self._split = StepSplit()
+        self._memory = MemoryGauge()
         self._log = RankLog(self._context.log_directory, rank=self.rank, generation=self.generation)
         self._log.write("start", ppid=os.getppid(), cmd=sys.orig_argv)
         if self._context.beats:
@@ -143,6 +158,11 @@ class Run:
     def step(self) -> int:
         """Steps done."""
         return self._done
+
+    @property
+    def save_every(self) -> int:
+        """Steps between saves; with `auto`, as measured until now."""
+        return self._interval.steps
 
     def track(
         self,
@@ -219,6 +239,7 @@ class Run:
             raise UsageError("Call run.resume() before run.steps(); it does nothing when there is nothing to resume.")
         self._begin()
         guard = register_optimizer_step_pre_hook(self._check_stepped_optimizer)
+        self._split.watch_optimizers()
         try:
             while self._done < self.total_steps:
                 self._numbers = None
@@ -228,7 +249,34 @@ class Run:
                 guard.remove()
         finally:
             guard.remove()
+            self._split.close()
         self._finish()
+
+    def batches(self, source: Iterable[Batch]) -> Iterator[Batch]:
+        """The source's batches, over and over; how long training waits for each is the step's data time.
+
+        for step, batch in zip(run.steps(), run.batches(loader)): ...
+
+        A source that comes to its end is iterated anew, as the next epoch. Raises `UsageError` if it is empty.
+        """
+        passes = 0
+        while True:
+            given, iterator = 0, iter(source)
+            while True:
+                started = time.monotonic()
+                try:
+                    batch = next(iterator)
+                except StopIteration:
+                    break
+                self._split.fetched(time.monotonic() - started)
+                given += 1
+                yield batch
+            passes += 1
+            if not given:
+                raise UsageError(
+                    f"run.batches got no batch at all from a {type(source).__name__} at its pass {passes}: "
+                    "give it a loader that can be iterated again and again, such as a DataLoader."
+                )
 
     def report(
         self,
@@ -236,30 +284,59 @@ class Run:
         loss: Any = None,
         learning_rate: Any = None,
         grad_norm: Any = None,
+        parameter_norm: Any = None,
         span: SampleSpan | None = None,
+        samples: int | None = None,
+        tokens: int | None = None,
     ) -> None:
         """Say once per step what it did. Numbers may be one-element tensors. `span` is the batch's `span`.
 
         With a tracked sampler the span is required: it moves the sampler's position. It must be the one that travelled
-        with the batch.
+        with the batch. samples and tokens are this rank's; a span knows its samples. parameter_norm is reported if it
+        is given: it costs a pass over all parameters, so give it now and then.
         """
         if self._numbers is not None:
             raise UsageError(f"Step {self._done + 1} was reported already: call run.report once per step.")
-        self._numbers = StepNumbers(
-            loss=_number(loss), learning_rate=_number(learning_rate), grad_norm=_number(grad_norm), span=span
-        )
         sampler: Any = self._tracked.get("sampler")
-        if sampler is None or not hasattr(sampler, "commit"):
+        order: SampleOrder | None = sampler if hasattr(sampler, "commit") else None
+        optional: dict[str, Any] = {
+            "parameter_norm": _number(parameter_norm),
+            "samples": span.count if samples is None and span is not None else samples,
+            "tokens": tokens,
+        }
+        if span is not None:
+            optional["epoch_size"] = span.epoch_size
+            optional["indices_digest"] = span.indices_digest
+            optional["order_digest"] = None if order is None else order.order_digest(span)
+        self._numbers = StepNumbers(
+            loss=_number(loss),
+            learning_rate=_number(learning_rate),
+            grad_norm=_number(grad_norm),
+            span=span,
+            optional={name: value for name, value in optional.items() if value is not None},
+        )
+        if order is None:
             return
         if span is None:
             raise UsageError("run.report needs span=batch.span, since a sampler is tracked: it moves its position.")
-        if not sampler.follows(span):
+        if not order.follows(span):
             self._warn(
                 f"Step {self._done + 1} trained on samples [{span.start}, {span.stop}) of epoch {span.epoch}, but the "
-                f"tracked sampler stands at {sampler.position} of epoch {sampler.epoch}: samples were skipped or "
+                f"tracked sampler stands at {order.position} of epoch {order.epoch}: samples were skipped or "
                 "repeated. Iterate the sampler that is tracked."
             )
-        sampler.commit(span)
+        promised = optional["order_digest"]
+        if promised is not None and span.indices_digest not in (None, promised):
+            self._warn(
+                f"Step {self._done + 1}: the batch that came with the span [{span.start}, {span.stop}) of epoch "
+                f"{span.epoch} holds other samples than the order has there: samples were skipped or repeated. "
+                "Look at what lies between the sampler and the dataset."
+            )
+        order.commit(span)
+
+    def wait(self) -> AbstractContextManager[None]:
+        """Say for what part of a step this rank waits for others: `with run.wait(): dist.barrier()`"""
+        return self._split.waiting()
 
     def phase(self, name: Literal["evaluation", "compile"]) -> AbstractContextManager[None]:
         """Say for how long training does something else than steps: `with run.phase("evaluation"): ...`
@@ -348,6 +425,7 @@ class Run:
         if self._loaded is not None and RNG not in saved:
             live.pop(RNG)  # another world size: there is nothing to compare it with
         self._loaded = None
+        self._probes.begin(self._tracked)
         deterministic = self._deterministic
         self._check_lease()
         self._tell(
@@ -360,6 +438,8 @@ class Run:
             live_digest=live,
             deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
         )
+        self._interval.begin(self._done)
+        self._requests.begin(self._team, step=self._done)
         if self._parent is None:
             self._save()
 
@@ -385,11 +465,18 @@ class Run:
             span_start=span.start if span else None,
             span_stop=span.stop if span else None,
             step_time_s=step_time_s,
+            **numbers.optional,
+            **self._split.take(step_time_s),
+            **self._memory.read(time.monotonic()),
+            probe=self._probes.after_step(self._tracked),
         )
         if self._phase != before:
             self._tell("phase", phase=self._phase.word)
-        if self._done % self.save_every == 0:
+        self._interval.made(step_time_s)
+        asked = self._requests.due(self._done)
+        if asked or self._interval.due(self._done):
             self._save()
+        self._requests.leave_if_told()
 
     def _finish(self) -> None:
         if self._saved_step != self._done:
@@ -399,8 +486,13 @@ class Run:
 
     def _save(self) -> None:
         """Save now, all ranks together. A failure is told and survived: the next save tries again."""
-        with self._during(Phase.SAVE):
+        started = time.monotonic()
+        with self._during(Phase.SAVE), self._split.saving():
             self._save_now()
+            self._probes.begin(self._tracked)
+        self._interval.saved(self._done, blocked_s=time.monotonic() - started)
+        if self._interval.measures and self._team is not None:
+            self._interval.steps = self._team.greatest(self._interval.best_steps() if self._team.leads else 0)[0]
 
     def _save_now(self) -> None:
         assert self._team is not None
@@ -477,8 +569,15 @@ class Run:
     # --- Telling --------------------------------------------------------------------------------------------------
 
     def _tell(self, kind: str, *, log_fields: dict[str, Any] | None = None, **fields: Any) -> None:
-        self._log.write(kind, **fields, **(log_fields or {}))
-        self._telemetry.send(kind, **fields)
+        if not (self._log.open or self._telemetry.open):
+            return
+        try:
+            encoded = encode_fields(fields)
+            for_log = join_fields(encoded, encode_fields(log_fields)) if log_fields else encoded
+        except BadDatagram:
+            return
+        self._log.write_encoded(kind, for_log)
+        self._telemetry.send_encoded(kind, encoded)
 
     def _warn(self, text: str) -> None:
         self._log.write("warning", text=text)

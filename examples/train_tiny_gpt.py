@@ -224,7 +224,7 @@ def train(run: everstep.Run, arguments: argparse.Namespace, device: torch.device
         leave_child(run)
     say(run, f"generation {run.generation}, {run.step} of {run.total_steps} steps done, text {digest(text)}")
 
-    for step, batch in zip(run.steps(), sampler.stream(), strict=False):
+    for step, batch in zip(run.steps(), run.batches(sampler.stream()), strict=False):
         started = time.monotonic()
         optimizer.zero_grad(set_to_none=True)
         loss = loss_of(batch)

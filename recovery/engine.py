@@ -183,6 +183,7 @@ def _open_incident(job: Job, fault: Fault, now: float) -> None:
             sentence=fault.sentence,
             fault_at=now if fault.at is None else fault.at,
             node=fault.node,
+            lost=fault.lost,
         )
         ask_to_advance(incident=row.pk)
 

@@ -22,7 +22,14 @@ from recovery.wakeup import announce, announce_change, ask_to_advance
 
 
 def open_or_join(
-    job: Job, *, generation: int, rank: int | None, sentence: str, fault_at: float, node: str | None = None
+    job: Job,
+    *,
+    generation: int,
+    rank: int | None,
+    sentence: str,
+    fault_at: float,
+    node: str | None = None,
+    lost: str = "",
 ) -> IncidentRow:
     """Open the job's incident, or add the fact to the one that is open. Must run inside a transaction.
 
@@ -36,7 +43,7 @@ def open_or_join(
         if drill is not None:
             _mark_as_drill(row, drill)
         return row
-    lost = node or ("a runner" if rank is None else f"rank {rank}")
+    lost = lost or node or ("a runner" if rank is None else f"rank {rank}")
     incident = Incident(
         id=fresh_id("inc"),
         job=job.id,
@@ -71,8 +78,10 @@ def open_or_join(
         entries.append(_drill_entry(drill, now))
     seq = append_entries(row.pk, entries)
     # The version rises, so that a decision about the job that was made before this incident is not saved after it.
-    Job.objects.filter(pk=job.pk).update(
-        state=JobState.RECOVERING.value, state_since=now, reason="", version=F("version") + 1
+    Job.objects.filter(pk=job.pk).update(version=F("version") + 1)
+    # One that is to be stopped stays so: the incident is about its stop.
+    Job.objects.filter(pk=job.pk).exclude(state=JobState.STOPPING.value).update(
+        state=JobState.RECOVERING.value, state_since=now, reason=""
     )
     announce(f"incident:{row.pk}", seq)
     announce_change(f"job:{job.pk}")

@@ -21,6 +21,7 @@ from agents.protocol.messages import (
     AGENT_PROOFS,
     AssignmentPhase,
     AssignmentReport,
+    CheckpointRehashed,
     CheckpointSaved,
     FaultReport,
     FromAgent,
@@ -33,16 +34,18 @@ from agents.protocol.messages import (
     RankPhase,
     RankResumed,
     RankStarted,
+    SaveInTrouble,
     SeenPhase,
     StepReports,
     StopProof,
 )
-from recovery import drills, proofs
+from recovery import checkpoints, drills, proofs
 from recovery.domain.diagnosis import diagnose
-from recovery.domain.generations import FenceProof, LeaseLimits
+from recovery.domain.generations import NONFINITE_STEPS, FenceProof, LeaseLimits
 from recovery.domain.instructions import JOB_ENDS
 from recovery.domain.lease import raised
 from recovery.domain.timeline import Entry, EntryKind
+from recovery.domain.trust import Nonfinite, fold_loss
 from recovery.incidents import open_or_join
 from recovery.models import (
     CheckpointRow,
@@ -55,11 +58,12 @@ from recovery.models import (
     RankRow,
     ShareRow,
     StepRow,
+    Stray,
 )
 from recovery.store import from_json, to_json
 from recovery.store.situations import finite_or_text, generation_view
 from recovery.store.timelines import append_entries
-from recovery.strays import note_stray
+from recovery.strays import forget_stray, note_stray, take_up
 from recovery.wakeup import announce, announce_change, ask_to_advance, push_orders
 
 log = logging.getLogger(__name__)
@@ -83,6 +87,7 @@ class _Batch:
     refused: int = 0
     """Facts about generations that the node has no share of."""
     _generations: dict[tuple[str, int], GenerationRow | None] = field(default_factory=dict)
+    _strays: frozenset[tuple[str, int]] | None = None
 
     def generation(self, job: str, number: int) -> GenerationRow | None:
         """The generation, if this node has a share of it."""
@@ -94,6 +99,21 @@ class _Batch:
                 .first()
             )
         return self._generations[key]
+
+    def runs_another_plan(self, job: str, number: int) -> bool:
+        """Whether this node runs another plan of a known number: what its ranks say is not about the known one."""
+        if self._strays is None:
+            self._strays = frozenset(Stray.objects.filter(node=self.node).values_list("job_id", "number"))
+        return (job, number) in self._strays
+
+    def note_stray(self, report: AssignmentReport) -> None:
+        note_stray(self.node, report, at=self.server_time(report.at))
+        self._strays = None
+
+    def forget_stray(self, report: AssignmentReport) -> None:
+        """Of one number an agent runs one plan: its last word of the other was lost."""
+        forget_stray(self.node, report)
+        self._strays = None
 
     def server_time(self, at: float) -> float:
         """An agent's time on the server's clock, never in the future."""
@@ -196,6 +216,8 @@ def _store(batch: _Batch, fact: FromAgent) -> None:
         | RankStarted
         | RankResumed
         | CheckpointSaved
+        | CheckpointRehashed
+        | SaveInTrouble
         | RankPhase
         | RankFinished
         | RankExited
@@ -203,20 +225,42 @@ def _store(batch: _Batch, fact: FromAgent) -> None:
     ):
         return
     generation = batch.generation(fact.job, fact.generation)
-    if generation is None:
+    if isinstance(fact, AssignmentReport):
+        if generation is None or fact.plan_id != generation.plan_id:
+            batch.refused += 1
+            batch.note_stray(fact)
+            return
+        if fact.phase is SeenPhase.RUNNING and batch.runs_another_plan(fact.job, fact.generation):
+            batch.forget_stray(fact)
+    elif generation is None or batch.runs_another_plan(fact.job, fact.generation):
         batch.refused += 1
-        if isinstance(fact, AssignmentReport):
-            note_stray(batch.node, fact, at=batch.server_time(fact.at))
         return
+    launch = fact.launch if isinstance(fact, AssignmentReport) else None
+    unordered = generation.run_ordered_at is None or (launch and generation.wanted == AssignmentPhase.PREPARE.value)
+    if unordered and _tells_of_ranks(fact):
+        take_up(generation, batch.node, launch)
     match fact:
         case StepReports():
             _store_steps(batch, generation, fact)
         case CheckpointSaved():
             _store_checkpoint(batch, generation, fact)
+        case CheckpointRehashed():
+            checkpoints.note_rehashed(generation, fact, at=batch.server_time(fact.at))
+        case SaveInTrouble():
+            checkpoints.note_trouble(generation, fact, at=batch.server_time(fact.at))
         case AssignmentReport():
             _store_report(batch, generation, fact)
         case RankStarted() | RankResumed() | RankPhase() | RankFinished() | RankExited():
             _store_rank(batch, generation, fact)
+
+
+def _tells_of_ranks(fact: FromAgent) -> bool:
+    """Whether it can only be said of a generation that was ordered to run."""
+    if not isinstance(fact, AssignmentReport):
+        return True
+    if fact.proof is not None:
+        return fact.proof.kind in AGENT_PROOFS and fact.proof.kind is not ProofKind.NEVER_STARTED
+    return fact.phase is SeenPhase.RUNNING
 
 
 def _tell_gap(batch: _Batch, gap: OutboxGap) -> None:
@@ -276,6 +320,8 @@ def _store_rank(
     row.save()
     batch.look_at.add(generation.job_id)
     if isinstance(fact, RankExited):
+        if row.resumed_at is None:
+            checkpoints.note_refused_load(generation, fact.detail, at=at)
         _judge_exit(generation, row)
 
 
@@ -327,6 +373,20 @@ def _store_steps(batch: _Batch, generation: GenerationRow, fact: StepReports) ->
                 span_start=report.span_start,
                 span_stop=report.span_stop,
                 step_time_s=finite_or_text(report.step_time_s)[0],
+                epoch_size=report.epoch_size,
+                indices_digest=report.indices_digest or "",
+                order_digest=report.order_digest or "",
+                samples=report.samples,
+                tokens=report.tokens,
+                parameter_norm=finite_or_text(report.parameter_norm)[0],
+                data_s=finite_or_text(report.data_s)[0],
+                forward_backward_s=finite_or_text(report.forward_backward_s)[0],
+                optimizer_s=finite_or_text(report.optimizer_s)[0],
+                wait_s=finite_or_text(report.wait_s)[0],
+                checkpoint_s=finite_or_text(report.checkpoint_s)[0],
+                memory_bytes=report.memory_bytes,
+                gpu_memory_bytes=report.gpu_memory_bytes,
+                probe={"digests": report.probe.digests, "unmoved": report.probe.unmoved} if report.probe else None,
             )
         )
     newest = 0
@@ -342,12 +402,15 @@ def _store_steps(batch: _Batch, generation: GenerationRow, fact: StepReports) ->
         row.last_step = max(row.last_step or 0, max(step.step for step in rows))
         row.progress_at = max(row.progress_at or 0.0, max(step.at for step in rows))
         row.pace_s = _pace(row, rows, before)
+        if _judge_losses(row, rows):
+            batch.look_at.add(generation.job_id)
         if row.phase in ("", Phase.SETUP.value, Phase.COMPILE.value):
             row.phase, row.phase_at = Phase.STEP.value, row.progress_at
         row.progress_seen_at = time.time()
         row.save(
             update_fields=[
                 "first_step_at", "last_step", "progress_at", "progress_seen_at", "pace_s", "phase", "phase_at",
+                "nonfinite_since", "nonfinite_count", "nonfinite_at",
             ]
         )  # fmt: skip
         _raise_lease(generation, pace_s=row.pace_s)
@@ -357,6 +420,18 @@ def _store_steps(batch: _Batch, generation: GenerationRow, fact: StepReports) ->
     announce_change(f"job:{generation.job_id}")
     if IncidentRow.objects.filter(job_id=generation.job_id, state="verifying").exists():
         batch.look_at.add(generation.job_id)
+
+
+def _judge_losses(row: RankRow, steps: Sequence[StepRow]) -> bool:
+    """Follow a run of losses that are not finite; True when it has just become too long."""
+    before = found = Nonfinite(since=row.nonfinite_since, count=row.nonfinite_count)
+    for step in sorted(steps, key=lambda step: step.step):
+        loss = float(step.loss_text) if step.loss_text else step.loss
+        was, found = found, fold_loss(found, step=step.step, loss=loss, enough=NONFINITE_STEPS)
+        if found.count == 1 and was.count == 0:
+            row.nonfinite_at = step.at
+    row.nonfinite_since, row.nonfinite_count = found.since, found.count
+    return found.count >= NONFINITE_STEPS > before.count
 
 
 def _store_checkpoint(batch: _Batch, generation: GenerationRow, fact: CheckpointSaved) -> None:
@@ -374,6 +449,7 @@ def _store_checkpoint(batch: _Batch, generation: GenerationRow, fact: Checkpoint
             "parent_step": fact.parent_step,
             "saved_at": batch.server_time(fact.at),
             "save_time_s": finite_or_text(fact.save_time_s)[0],
+            "blocked_s": finite_or_text(fact.blocked_s)[0],
             "after_fence": late,
         },
     )
@@ -435,9 +511,6 @@ def _raise_lease(generation: GenerationRow, *, pace_s: float | None = None, save
 
 
 def _store_report(batch: _Batch, generation: GenerationRow, fact: AssignmentReport) -> None:
-    if fact.plan_id != generation.plan_id:
-        batch.refused += 1
-        return
     share = ShareRow.objects.select_related("generation").get(generation=generation, node=batch.node)
     if share.proof is not None and share.confirmed_at is not None and fact.phase is not SeenPhase.STOPPED:
         return

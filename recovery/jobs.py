@@ -17,6 +17,7 @@ from recovery.domain.plan import LeaseLimits
 from recovery.errors import CommandRefused, JobRefused, NotFound
 from recovery.ids import fresh_id
 from recovery.models import Job, Node
+from recovery.store.save_intervals import AUTO
 from recovery.wakeup import announce_change, ask_to_advance
 
 MAX_SPEC_TEXT = 4000
@@ -69,7 +70,8 @@ def capture_spec(spec: Mapping[str, Any]) -> dict[str, Any]:
     """Check a spec and fill in its defaults. Raises `JobRefused` naming the field and what it should be."""
     known = {
         "name", "argv", "working_directory", "environment", "nodes", "ranks_per_node", "total_steps",
-        "checkpoint_directory", "user", "stop_limit_s", "synchronous", "phase_limits_s",
+        "checkpoint_directory", "user", "stop_limit_s", "synchronous", "phase_limits_s", "save_every",
+        "last_good_limit_s",
     }  # fmt: skip
     unknown = sorted(set(spec) - known)
     if unknown:
@@ -89,6 +91,10 @@ def capture_spec(spec: Mapping[str, Any]) -> dict[str, Any]:
         "stop_limit_s": _seconds(spec, "stop_limit_s", default=30.0),
         "synchronous": _flag(spec, "synchronous", default=True),
         "phase_limits_s": _phase_limits(spec),
+        "save_every": _save_every(spec),
+        "last_good_limit_s": None
+        if spec.get("last_good_limit_s") is None
+        else _seconds(spec, "last_good_limit_s", default=0.0),
     }
     _check_size(captured)
     return captured
@@ -152,6 +158,16 @@ def _count(spec: Mapping[str, Any], field: str, *, default: int, most: int) -> i
     value = spec.get(field, default)
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
         raise JobRefused(f"{field} must be a whole number from 1 to {most}, not {value!r:.60}.")
+    return value
+
+
+def _save_every(spec: Mapping[str, Any]) -> int | str | None:
+    """Steps between saves, `auto` for what costs least, None where the script says."""
+    value = spec.get("save_every")
+    if value is None or value == AUTO:
+        return value
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 2**31 - 1:
+        raise JobRefused(f"save_every must be a number of steps, 1 or more, or {AUTO!r}, not {value!r:.60}.")
     return value
 
 

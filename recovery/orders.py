@@ -19,6 +19,9 @@ from recovery.models import Drill, Node, Probe, ShareRow
 from recovery.store import from_json
 from recovery.strays import stop_orders
 
+SAVE_EVERY = "EVERSTEP_SAVE_EVERY"
+"""What the training side reads its interval from; it overrides what the script says."""
+
 
 def order_for(node_id: int) -> Order:
     """The node's whole desired state at its present revision.
@@ -77,10 +80,12 @@ def _assignment(share: ShareRow) -> Assignment:
         plan_id=row.plan_id,
         phase=AssignmentPhase(row.wanted),
         lease=LeaseTerms(**row.lease) if row.lease else None,
+        keep=row.job.pinned,
+        save_request=row.job.save_request,
         launch=LaunchSpec(
             argv=spec["argv"],
             working_directory=spec["working_directory"],
-            environment=spec["environment"],
+            environment={**spec["environment"], **({SAVE_EVERY: plan.save_every} if plan.save_every else {})},
             user=spec["user"],
             run_id=plan.run_id,
             node_rank=share.node_rank,

@@ -1,7 +1,8 @@
 """Generations that run though this database does not know them: it was restored from a backup that is older.
 
 What all its nodes report as running, and what is newer than everything known, is taken over as it is: training does
-not notice. What is older, or of a job that has ended, is ordered to stop. Ingest notes strays, the sweep settles them.
+not notice. What is older, or of a job that has ended, or has the number of another plan, is ordered to stop. Ingest
+notes strays, the sweep settles them. A generation that is known, and only its order to run is not, just goes on.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import replace
 
 import msgspec
 from django.db import transaction
-from django.db.models import F, Max, Q
+from django.db.models import F, Max, Q, QuerySet
 
 from agents.protocol.messages import Assignment, AssignmentPhase, AssignmentReport, LaunchSpec, SeenPhase
 from recovery.domain.incident import Incident, IncidentState
@@ -22,6 +23,7 @@ from recovery.domain.plan import CheckpointRef, RecoveryPlan
 from recovery.domain.silence import Contact
 from recovery.domain.timeline import Entry, EntryKind, join_names
 from recovery.models import FenceAction, GenerationRow, IncidentRow, Job, Node, ShareRow, Stray
+from recovery.proofs import tell
 from recovery.store import from_json, to_json
 from recovery.store.situations import load_fleet
 from recovery.store.timelines import append_entries
@@ -37,7 +39,7 @@ def note_stray(node: Node, report: AssignmentReport, *, at: float) -> None:
     """Remember, or forget, what a node says of a generation that is not known here."""
     known = Stray.objects.filter(node=node, job_id=report.job, number=report.generation)
     if report.phase not in _ALIVE:
-        known.delete()
+        known.filter(plan_id=report.plan_id).delete()
         return
     if not Job.objects.filter(pk=report.job).exists():
         return
@@ -56,17 +58,79 @@ def note_stray(node: Node, report: AssignmentReport, *, at: float) -> None:
         defaults=said,
         create_defaults={**said, "first_reported_at": at},
     )
+    _hold_if_number_is_taken(report)
     Node.objects.filter(pk=node.pk).update(revision=F("revision") + 1)
     push_orders()
+
+
+def forget_stray(node: Node, report: AssignmentReport) -> None:
+    """A node runs what is known by this number, so that it runs no other plan of it."""
+    Stray.objects.filter(node=node, job_id=report.job, number=report.generation).delete()
+    Node.objects.filter(pk=node.pk).update(revision=F("revision") + 1)
+    push_orders()
+
+
+def _hold_if_number_is_taken(report: AssignmentReport) -> None:
+    """This database has given a number out once more: launch nothing before the plan that had it first is gone."""
+    known = GenerationRow.objects.filter(job_id=report.job)
+    rivals = known.filter(number=report.generation).exclude(plan_id=report.plan_id)
+    superseded = known.filter(number__gt=report.generation, run_ordered_at__isnull=False)
+    if rivals.exists() and not superseded.exists():
+        _conclude_nothing(Job.objects.filter(pk=report.job))
+
+
+def take_up(generation: GenerationRow, node: Node, launch: LaunchSpec | None) -> None:
+    """A node tells of ranks of a generation that this database never ordered to run: it is older than that order.
+
+    From here on it counts as ordered, so that a proof of stop is demanded from each of its nodes. Its lease proves
+    nothing, since the lost database may have raised the terms. `launch` is what the node says that it runs by; None
+    if it has not said.
+    """
+    now = time.time()
+    unordered = GenerationRow.objects.filter(pk=generation.pk, run_ordered_at__isnull=True)
+    if unordered.update(run_ordered_at=now, adopted=True, lease=None):
+        _void_decisions(generation.job_id)
+        text = (
+            f"Generation {generation.number} runs on {node.name}, though this database never ordered it to run: it was "
+            "restored from a backup that is older. It goes on, and needs a proof of stop from each of its nodes before "
+            "anything replaces it."
+        )
+        tell(generation.job_id, text)
+        log.warning("job=%s generation=%d runs without an order known here", generation.job_id, generation.number)
+    if launch is not None and launch.master_port is not None and _is_newest(generation):
+        prepared = GenerationRow.objects.filter(
+            pk=generation.pk, adopted=True, wanted=AssignmentPhase.PREPARE.value, plan_id=generation.plan_id
+        )
+        if prepared.update(wanted=AssignmentPhase.RUN.value, master_port=launch.master_port):
+            _void_decisions(generation.job_id)
+            Node.objects.filter(shares__generation=generation).update(revision=F("revision") + 1)
+            push_orders()
+    generation.refresh_from_db()
+    announce_change(f"job:{generation.job_id}")
+
+
+def _is_newest(generation: GenerationRow) -> bool:
+    """Whether no agent knows of a newer one either."""
+    return Job.objects.filter(pk=generation.job_id, generation=generation.number, behind_since__isnull=True).exists()
+
+
+def _void_decisions(job_id: str) -> None:
+    """What was decided while the generation looked as if it had never run must not be saved any more."""
+    Job.objects.filter(pk=job_id).update(version=F("version") + 1)
+    IncidentRow.objects.filter(job_id=job_id, ended=False).update(version=F("version") + 1)
 
 
 def fall_behind(job_id: str, generation: int) -> None:
     """An agent knows a newer generation than this database: take no number below it, and conclude nothing yet."""
     # Once per number: a node that only comes back after that was settled brings no news.
     if Job.objects.filter(pk=job_id, generation__lt=generation).update(generation=generation):
-        Job.objects.filter(pk=job_id, behind_since__isnull=True).exclude(
-            state__in=[state.value for state in JOB_ENDS]
-        ).update(behind_since=time.time())
+        _conclude_nothing(Job.objects.filter(pk=job_id))
+
+
+def _conclude_nothing(job: QuerySet[Job]) -> None:
+    """Until it is known what runs. An ended job concludes nothing anyway."""
+    ended = [state.value for state in JOB_ENDS]
+    job.filter(behind_since__isnull=True).exclude(state__in=ended).update(behind_since=time.time())
 
 
 def stop_orders(node: Node) -> list[Assignment]:

@@ -19,6 +19,7 @@ from django.db.models import Q
 
 from recovery import absence, engine
 from recovery.breaker import advance_breaker
+from recovery.checkpoints import look_after_checkpoints
 from recovery.domain.fleet import FleetSnapshot
 from recovery.domain.instructions import JOB_ENDS
 from recovery.drill_outcomes import settle_drill
@@ -74,6 +75,8 @@ def sweep() -> None:
     unsettled = ~Q(state__in=ends) | Q(claimed_nodes__isnull=False) | Q(generations__wanted__in=("prepare", "run"))
     for job_id in Job.objects.filter(unsettled).distinct().values_list("pk", flat=True):
         look.at("job", job_id, partial(look.advance, engine.advance_job, job_id))
+    for job_id in Job.objects.exclude(state__in=ends).values_list("pk", flat=True):
+        look.at("checkpoints", job_id, partial(look_after_checkpoints, job_id))
     for drill_id in Drill.objects.filter(ended=False).values_list("pk", flat=True):
         look.at("drill", drill_id, partial(settle_drill, drill_id))
 

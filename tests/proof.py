@@ -48,7 +48,8 @@ PROOFS = [
     planted("lease-without-stopped-peer", '"lease-proof-is-true"', target="simulate"),
     planted("old-plan-accepted", '"one-generation-alive"', target="simulate"),
     planted("one-witness", '"healthy-jobs-are-left-alone"', target="simulate"),
-    Proof("24 node-days of heartbeats", ["silence"], ["false_lost", "silences", "detect_p50_s", "detect_p99_s"]),
+    Proof("24 node-days of heartbeats", ["silence"], ["false_lost", "breaker_openings", "silences", "detect_p99_s"]),
+    Proof("bugs planted in resumes", ["planted-bugs"], ["planted", "found", "clean", "false_alarms"]),
     Proof("demo-check", ["demo-check"], ["state", "continuity", "steps_lost", "steps_compared", "caught_up_s"]),
     planted("optimizer", "the optimizer was not restored"),
     planted("scheduler", "the scheduler was not restored"),
@@ -56,6 +57,11 @@ PROOFS = [
     planted("ghost", "a process of generation 1 outlived the stop"),
     Proof("drills of every kind", ["drills"], ["drills", "passed", "slowest_s"]),
     Proof("a job on a single node", ["single-node"], ["cut", "steps_lost", "gone", "fence", "overlap_margin_s"]),
+    Proof(
+        "a job that shrinks",
+        ["shrink"],
+        ["state", "continuity", "old_world_size", "new_world_size", "steps_lost", "fence_s"],
+    ),
     Proof("dying servers, Redis gone or full", ["chaos"], ["scenarios", "recovered", "worker_kills", "slowest_s"]),
 ]
 

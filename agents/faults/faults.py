@@ -14,12 +14,12 @@ from typing import Protocol
 
 import msgspec
 
+from agents.boot_clock import SECOND_NS, boottime_ns, this_boot
 from agents.errors import StateUnusable
-from agents.faults.boot_clock import LONGEST_FAULT_S, SECOND_NS, boottime_ns, this_boot
 from agents.faults.drill_record import DrillRecord, DrillStep, DrillStore
 from agents.faults.impossible import FaultImpossible
 from agents.faults.keepers import Keepers
-from agents.faults.kept_fault import KeptFault, KeptStep
+from agents.faults.kept_fault import LONGEST_FAULT_S, KeptFault, KeptStep
 from agents.faults.kill_rank import kill_rank
 from agents.faults.moment import DrilledRun, is_due, words_for_moment
 from agents.log_lines import NodeLog

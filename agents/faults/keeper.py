@@ -13,12 +13,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from agents.boot_clock import SECOND_NS, boottime_ns, this_boot
 from agents.errors import AgentError
 from agents.faults.agent_again import ensure_agent
-from agents.faults.boot_clock import LONGEST_FAULT_S, SECOND_NS, boottime_ns, this_boot
 from agents.faults.deaf_sockets import CannotIsolate, DeafSockets
 from agents.faults.generation_processes import generation_processes, names, send
-from agents.faults.kept_fault import KeptFile, KeptStep, ProcessName, held_alone
+from agents.faults.kept_fault import LONGEST_FAULT_S, KeptFile, KeptStep, ProcessName, held_alone
 from agents.faults.tombstone import Tombstone, remove_tombstone, write_tombstone
 from agents.log_lines import NodeLog, configure_logging
 from agents.supervisor.cgroups import ControlGroup

@@ -9,8 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+from agents.boot_clock import SECOND_NS, boottime_ns, this_boot
 from agents.errors import StateUnusable
-from agents.faults.boot_clock import SECOND_NS, boottime_ns, this_boot
 from agents.faults.drill_record import DrillRecord
 from agents.faults.impossible import FaultImpossible
 from agents.faults.kept_fault import (

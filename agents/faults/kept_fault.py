@@ -19,6 +19,8 @@ from typing import Any
 from agents.durable import read_json, write_json
 from agents.errors import StateUnusable
 
+LONGEST_FAULT_S = 600.0
+"""No fault lasts longer than this, whatever a server or a damaged file asks for."""
 _LOOK_EVERY_S = 0.02
 
 

@@ -10,9 +10,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from agents.boot_clock import SECOND_NS, boottime_ns, this_boot
 from agents.durable import read_json, write_json
 from agents.errors import StateUnusable
-from agents.faults.boot_clock import LONGEST_FAULT_S, SECOND_NS, boottime_ns, this_boot
+from agents.faults.kept_fault import LONGEST_FAULT_S
 from agents.log_lines import NodeLog
 
 log = NodeLog(__name__)

@@ -15,6 +15,8 @@ from msgspec import Meta, Struct
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
 Text = Annotated[str, Meta(max_length=4000)]
 Generation = Annotated[int, Meta(ge=1)]
+Digest64 = Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
+"""64 bits as hexadecimal digits."""
 
 
 class Message(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -142,8 +144,19 @@ class GpuSample(Message, frozen=True, kw_only=True):
     """Why values are missing, for example `probe hung`."""
 
 
+class StateProbe(Message, frozen=True, kw_only=True):
+    """A sample of each part of a rank's state (model, optimizer, ...) right after a step."""
+
+    digests: dict[str, str] = {}
+    unmoved: list[str] = []
+    """Parts that are as they were before the step."""
+
+
 class StepReport(Message, frozen=True, kw_only=True):
-    """One finished optimizer step of one rank. The span is of global sample indices: [start, stop)."""
+    """One finished optimizer step of one rank. The span is of global sample indices: [start, stop).
+
+    None stands for what the script did not say or what could not be measured, never for zero.
+    """
 
     rank: int
     step: int
@@ -155,6 +168,32 @@ class StepReport(Message, frozen=True, kw_only=True):
     span_start: int | None = None
     span_stop: int | None = None
     step_time_s: float | None = None
+    epoch_size: int | None = None
+    """Where this epoch's last span stops."""
+    indices_digest: Digest64 | None = None
+    """Checksum of the dataset indices that travelled with this rank's batch; those of all ranks add up, modulo 2^64."""
+    order_digest: Digest64 | None = None
+    """The same, of the indices that the order has for this rank's part of the span."""
+    samples: int | None = None
+    """This rank's."""
+    tokens: int | None = None
+    """This rank's."""
+    parameter_norm: float | None = None
+    data_s: float | None = None
+    """Part of the step that it waited for its batch."""
+    forward_backward_s: float | None = None
+    """What no other part of the step claims."""
+    optimizer_s: float | None = None
+    wait_s: float | None = None
+    """Part of the step that the script says it waited for others."""
+    checkpoint_s: float | None = None
+    """How long training stood still for a save just before this step; no part of `step_time_s`."""
+    memory_bytes: int | None = None
+    """Resident memory of the rank; told about once a second."""
+    gpu_memory_bytes: int | None = None
+    """At most allocated by torch on the rank's GPU; told about once a second."""
+    probe: StateProbe | None = None
+    """Only with the first steps behind a save or a resume."""
 
 
 class LeaseTerms(Message, frozen=True, kw_only=True):
@@ -209,6 +248,10 @@ class Assignment(Message, frozen=True, kw_only=True):
     """None only with phase `stop`."""
     lease: LeaseTerms | None = None
     """Terms that hold now; the agent hands raised ones to the runner. None: the runner keeps no lease."""
+    keep: list[Name] = []
+    """Checkpoints that the ranks may not remove, as `<generation>:<step>`."""
+    save_request: int = 0
+    """Rises with each wish for a checkpoint now; the ranks save once for a number that they have not seen yet."""
 
 
 class FaultKind(StrEnum):
@@ -322,6 +365,41 @@ class CheckpointSaved(Message, frozen=True, kw_only=True, tag="checkpoint_saved"
     parent_generation: int | None = None
     parent_step: int | None = None
     save_time_s: float | None = None
+    blocked_s: float | None = None
+    """How long training stood still for it; None: for the whole save."""
+
+
+class CheckpointRehashed(Message, frozen=True, kw_only=True, tag="checkpoint_rehashed"):
+    """All files of a complete checkpoint were read again after its save, or some of them are not what was written."""
+
+    job: Name
+    generation: Generation
+    rank: int
+    step: int
+    at: float
+    ok: bool
+    reason: Text = ""
+    """What is wrong with which file."""
+
+
+class SaveTroubleKind(StrEnum):
+    FAILED = "failed"
+    SKIPPED = "skipped"
+    """Left out, since the one before it was still being written."""
+
+
+class SaveInTrouble(Message, frozen=True, kw_only=True, tag="save_trouble"):
+    """A save that came to nothing. Training goes on, and the last good checkpoint stays what it is."""
+
+    job: Name
+    generation: Generation
+    rank: int
+    step: int
+    at: float
+    kind: SaveTroubleKind
+    attempt: int = 1
+    """Which try of this step's save it was."""
+    reason: Text = ""
 
 
 class RankPhase(Message, frozen=True, kw_only=True, tag="rank_phase"):
@@ -469,6 +547,8 @@ FromAgent = (
     | RankStarted
     | RankResumed
     | CheckpointSaved
+    | CheckpointRehashed
+    | SaveInTrouble
     | RankPhase
     | RankFinished
     | RankExited
@@ -485,6 +565,8 @@ DURABLE = (
     RankStarted,
     RankResumed,
     CheckpointSaved,
+    CheckpointRehashed,
+    SaveInTrouble,
     RankPhase,
     RankFinished,
     RankExited,

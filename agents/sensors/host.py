@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
-from pathlib import Path
 
 from agents.protocol.messages import NodeFacts
 from agents.sensors.base import GpuFacts
 from agents.settings import Settings
-
-
-def boot_id() -> str:
-    """Changes with each boot of the kernel: after a reboot nothing of an old generation can be alive."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def node_facts(settings: Settings, gpus: GpuFacts) -> NodeFacts:

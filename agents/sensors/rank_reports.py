@@ -12,16 +12,21 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from agents.protocol.messages import Phase
+from agents.protocol.messages import Digest64, Phase
 
 MAX_REPORT_BYTES = 64 * 1024
 
 _Name = Annotated[str, Meta(min_length=1, max_length=200)]
 _Count = Annotated[int, Meta(ge=0, le=2**53)]
 _Positive = Annotated[int, Meta(ge=1, le=2**53)]
-_Digest = Annotated[
-    dict[Annotated[str, Meta(max_length=100)], Annotated[str, Meta(max_length=200)]], Meta(max_length=64)
-]
+_Reason = Annotated[str, Meta(max_length=4000)]
+_Part = Annotated[str, Meta(max_length=100)]
+_Digest = Annotated[dict[_Part, Annotated[str, Meta(max_length=200)]], Meta(max_length=64)]
+
+
+class ProbeSaid(Struct, frozen=True, kw_only=True):
+    digests: _Digest = {}
+    unmoved: Annotated[list[_Part], Meta(max_length=64)] = []
 
 
 class _Report(Struct, frozen=True, kw_only=True, tag_field="kind"):
@@ -43,6 +48,20 @@ class StepSaid(_FromRank, frozen=True, tag="step"):
     span_start: _Count | None = None
     span_stop: _Count | None = None
     step_time_s: float | None = None
+    epoch_size: _Count | None = None
+    indices_digest: Digest64 | None = None
+    order_digest: Digest64 | None = None
+    samples: _Count | None = None
+    tokens: _Count | None = None
+    parameter_norm: float | None = None
+    data_s: float | None = None
+    forward_backward_s: float | None = None
+    optimizer_s: float | None = None
+    wait_s: float | None = None
+    checkpoint_s: float | None = None
+    memory_bytes: _Count | None = None
+    gpu_memory_bytes: _Count | None = None
+    probe: ProbeSaid | None = None
 
 
 class ResumedSaid(_FromRank, frozen=True, tag="resumed"):
@@ -62,6 +81,26 @@ class SavedSaid(_FromRank, frozen=True, tag="saved"):
     parent_generation: _Positive | None = None
     parent_step: _Count | None = None
     save_time_s: float | None = None
+    blocked_s: float | None = None
+
+
+class RehashedSaid(_FromRank, frozen=True, tag="rehashed"):
+    """The files of a complete checkpoint were read again: all of them are what was written, or one is not."""
+
+    step: _Count
+    ok: bool
+    reason: _Reason = ""
+
+
+class SaveFailedSaid(_FromRank, frozen=True, tag="save_failed"):
+    step: _Count
+    attempt: _Positive = 1
+    reason: _Reason = ""
+
+
+class SaveSkippedSaid(_FromRank, frozen=True, tag="save_skipped"):
+    step: _Count
+    reason: _Reason = ""
 
 
 class FinishedSaid(_FromRank, frozen=True, tag="finished"):
@@ -78,7 +117,8 @@ class PokeSaid(_Report, frozen=True, tag="poke"):
     """The runner asks to read its events again."""
 
 
-RankReport = StepSaid | ResumedSaid | SavedSaid | PhaseSaid | FinishedSaid
+SaveNote = RehashedSaid | SaveFailedSaid | SaveSkippedSaid
+RankReport = StepSaid | ResumedSaid | SavedSaid | SaveNote | PhaseSaid | FinishedSaid
 Said = RankReport | PokeSaid
 
 

@@ -30,6 +30,7 @@ def rank_environment(
     plan_id: str,
     mark: str,
     socket: Path,
+    run_directory: Path,
     log_directory: Path,
     lease: LeaseFiles | None,
 ) -> dict[str, str]:
@@ -43,6 +44,7 @@ def rank_environment(
         "EVERSTEP_SOCKET": str(socket),
         "EVERSTEP_CHECKPOINT_DIR": launch.checkpoint_directory,
         "EVERSTEP_RESUME": resume,
+        "EVERSTEP_RUN_DIR": str(run_directory),
         "EVERSTEP_LOG_DIR": str(log_directory),
         MARK_VARIABLE: mark,
         **({} if lease is None else _lease_environment(lease)),

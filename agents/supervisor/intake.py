@@ -8,16 +8,31 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from agents.protocol.messages import (
+    CheckpointRehashed,
     CheckpointSaved,
     Message,
     RankFinished,
     RankPhase,
     RankResumed,
+    SaveInTrouble,
+    SaveTroubleKind,
+    StateProbe,
     StepReport,
     StepReports,
 )
-from agents.sensors.rank_reports import FinishedSaid, PhaseSaid, RankReport, ResumedSaid, SavedSaid, StepSaid
-from agents.told import ToldGeneration
+from agents.sensors.rank_reports import (
+    FinishedSaid,
+    PhaseSaid,
+    RankReport,
+    RehashedSaid,
+    ResumedSaid,
+    SavedSaid,
+    SaveFailedSaid,
+    SaveNote,
+    SaveSkippedSaid,
+    StepSaid,
+)
+from agents.told import ToldGeneration, note_key
 
 FLUSH_AFTER_S = 0.2
 _LARGEST_BATCH = 500
@@ -33,6 +48,8 @@ class Progress:
     step: dict[int, int] = field(default_factory=dict)
     finished: dict[int, int] = field(default_factory=dict)
     saved: set[int] = field(default_factory=set)
+    save_notes: set[str] = field(default_factory=set)
+    """What was said of saves beside their success: `told.note_key`."""
     phase_at: dict[int, float] = field(default_factory=dict)
     """When the newest phase of each rank began, by the rank's clock."""
 
@@ -44,6 +61,7 @@ class Progress:
             step=told.step,
             finished=told.finished,
             saved=set() if told.saved is None else {told.saved},
+            save_notes=set(told.save_notes),
             phase_at=told.phase,
         )
 
@@ -94,6 +112,12 @@ class Intake:
                 self.progress.saved.add(said.step)
                 if said.rank == 0:  # the others note it in their own logs; one word to the server is enough
                     self._pass_on(self._saved(said))
+            case RehashedSaid() | SaveFailedSaid() | SaveSkippedSaid():
+                note = self._note(said)
+                if note_key(note) in self.progress.save_notes:
+                    return True
+                self.progress.save_notes.add(note_key(note))
+                self._pass_on(note)
             case PhaseSaid():
                 if said.at <= self.progress.phase_at.get(said.rank, -math.inf):
                     return True
@@ -134,6 +158,20 @@ class Intake:
                 span_start=said.span_start,
                 span_stop=said.span_stop,
                 step_time_s=said.step_time_s,
+                epoch_size=said.epoch_size,
+                indices_digest=said.indices_digest,
+                order_digest=said.order_digest,
+                samples=said.samples,
+                tokens=said.tokens,
+                parameter_norm=said.parameter_norm,
+                data_s=said.data_s,
+                forward_backward_s=said.forward_backward_s,
+                optimizer_s=said.optimizer_s,
+                wait_s=said.wait_s,
+                checkpoint_s=said.checkpoint_s,
+                memory_bytes=said.memory_bytes,
+                gpu_memory_bytes=said.gpu_memory_bytes,
+                probe=StateProbe(digests=said.probe.digests, unmoved=said.probe.unmoved) if said.probe else None,
             )
         )
         if self._timer is None:
@@ -177,4 +215,28 @@ class Intake:
             parent_generation=said.parent_generation,
             parent_step=said.parent_step,
             save_time_s=said.save_time_s,
+            blocked_s=said.blocked_s,
+        )
+
+    def _note(self, said: SaveNote) -> CheckpointRehashed | SaveInTrouble:
+        if isinstance(said, RehashedSaid):
+            return CheckpointRehashed(
+                job=self._job,
+                generation=self._generation,
+                rank=said.rank,
+                step=said.step,
+                at=said.at,
+                ok=said.ok,
+                reason=said.reason,
+            )
+        failed = isinstance(said, SaveFailedSaid)
+        return SaveInTrouble(
+            job=self._job,
+            generation=self._generation,
+            rank=said.rank,
+            step=said.step,
+            at=said.at,
+            kind=SaveTroubleKind.FAILED if failed else SaveTroubleKind.SKIPPED,
+            attempt=said.attempt if isinstance(said, SaveFailedSaid) else 1,
+            reason=said.reason,
         )

@@ -7,17 +7,16 @@ them and kills its ranks; the agent may be what died.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import secrets
 import stat
 import struct
 from pathlib import Path
 
-from agents.faults.boot_clock import boottime_ns
+from agents.boot_clock import boottime_ns
 from agents.policy import Account
 from agents.protocol.messages import LeaseTerms
+from agents.supervisor.owned_files import create_file, open_directory, replace_file
 
 _CONTACT = struct.Struct("<Q")
 _PROGRESS_BYTES = 16
@@ -46,12 +45,12 @@ class Lease:
     def create(cls, directory: Path, *, account: Account, ranks: int, terms: LeaseTerms, contact_ns: int) -> Lease:
         """Make the files of a run that is about to start. Raises `OSError`."""
         files = LeaseFiles(directory)
-        place = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        place = open_directory(directory)
         try:
-            progress = _create(files.progress.name, place, bytes(_PROGRESS_BYTES * ranks), account.uid, account.gid)
+            progress = create_file(files.progress.name, place, bytes(_PROGRESS_BYTES * ranks), account.uid, account.gid)
             os.close(progress)
-            os.close(_create(files.terms.name, place, _encoded(terms), account.uid, account.gid))
-            contact = _create(files.contact.name, place, _CONTACT.pack(contact_ns), account.uid, account.gid)
+            os.close(create_file(files.terms.name, place, _encoded(terms), account.uid, account.gid))
+            contact = create_file(files.contact.name, place, _CONTACT.pack(contact_ns), account.uid, account.gid)
         except OSError:
             os.close(place)
             raise
@@ -64,7 +63,7 @@ class Lease:
         The job may have put anything into its directory, and the agent may be root: neither a link nor anything else
         than a plain file of the job's own is opened.
         """
-        place = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        place = open_directory(directory)
         try:
             name = LeaseFiles(directory).contact.name
             contact = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=place)
@@ -89,15 +88,7 @@ class Lease:
         terms = longest_terms(self.terms, wanted)
         if terms == self.terms:
             return False
-        owner = os.fstat(self._directory)
-        aside = f".lease.{secrets.token_hex(8)}"
-        try:
-            os.close(_create(aside, self._directory, _encoded(terms), owner.st_uid, owner.st_gid))
-            os.replace(aside, "lease.json", src_dir_fd=self._directory, dst_dir_fd=self._directory)
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.unlink(aside, dir_fd=self._directory)
-            raise
+        replace_file("lease.json", self._directory, _encoded(terms))
         self.terms = terms
         return True
 
@@ -109,21 +100,6 @@ class Lease:
 def longest_terms(one: LeaseTerms, other: LeaseTerms) -> LeaseTerms:
     """The longer limit for each phase: within a generation terms only rise."""
     return LeaseTerms(**{name: max(getattr(one, name), getattr(other, name)) for name in LeaseTerms.__struct_fields__})
-
-
-def _create(name: str, directory: int, content: bytes, uid: int, gid: int) -> int:
-    """Make a new private file and return its descriptor, open for reading and writing."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(name, flags, 0o600, dir_fd=directory)
-    try:
-        if os.write(descriptor, content) != len(content):
-            raise OSError(f"{name} could not be written whole")
-        if uid != os.geteuid():
-            os.fchown(descriptor, uid, gid)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
 
 
 def _encoded(terms: LeaseTerms) -> bytes:

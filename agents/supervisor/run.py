@@ -52,6 +52,7 @@ from agents.supervisor.process_table import carries_mark
 from agents.supervisor.processes import RunnerProcess
 from agents.supervisor.records import RunRecord, RunRecords
 from agents.supervisor.stopping import Target, prove_stopped
+from agents.supervisor.wishes import Wishes, write_wishes
 from agents.told import ToldGeneration
 
 log = NodeLog(__name__)
@@ -118,6 +119,8 @@ class Run:
         self._lease: Lease | None = None
         self._lease_wanted: LeaseTerms | None = None
         self._lease_expired: LeaseExpired | None = None
+        self._wishes = Wishes()
+        self._wishes_written: Wishes | None = None
         self._protocol = RUNNER_PROTOCOLS[-1]
         self._told = place.told(job, generation)
         self._port: int | None = None
@@ -164,6 +167,22 @@ class Run:
         except OSError as err:
             # The runner then counts on less than the server does, which is the safe side.
             log.warning("the lease of a run could not be raised", error=err, **self._fields)
+
+    def wish(self, wishes: Wishes) -> None:
+        """What the order holds besides what to run; its ranks read it from the run's directory."""
+        self._wishes = wishes
+        if self.phase is SeenPhase.RUNNING and self._record is not None:
+            self._write_wishes()
+
+    def _write_wishes(self) -> None:
+        if self._wishes == self._wishes_written:
+            return
+        try:
+            write_wishes(self._files.directory, self._wishes, before=self._wishes_written)
+            self._wishes_written = self._wishes
+        except OSError as err:
+            # Training does not need them; the next order tries again.
+            log.warning("the wishes for a run could not be handed on", error=err, **self._fields)
 
     def note_contact(self, sent_ns: int) -> None:
         """The server has written down that it heard what this node sent at `sent_ns` (CLOCK_BOOTTIME)."""
@@ -341,6 +360,7 @@ class Run:
             plan_id=self.plan_id,
             mark=self._mark,
             socket=place.socket,
+            run_directory=self._files.directory,
             log_directory=self._files.logs,
             lease=lease,
         )
@@ -375,6 +395,7 @@ class Run:
             lease=lease,
         )
         self._files.create(account, content)
+        self._write_wishes()
         if terms is not None:
             self._lease = Lease.create(
                 self._files.directory,

@@ -9,13 +9,14 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 
 from agents.log_lines import NodeLog
-from agents.protocol.messages import Assignment, AssignmentReport, ProofKind, SeenPhase, StopProof
+from agents.protocol.messages import Assignment, AssignmentPhase, AssignmentReport, ProofKind, SeenPhase, StopProof
 from agents.sensors.rank_reports import PokeSaid, Said
 from agents.supervisor.environment import mark_of
 from agents.supervisor.highest import HighestStore, HighWater
 from agents.supervisor.orders import Act, Action, Key, Known, reconcile
 from agents.supervisor.run import Run, Workplace
 from agents.supervisor.stopping import Target, prove_stopped
+from agents.supervisor.wishes import Wishes
 
 log = NodeLog(__name__)
 
@@ -88,11 +89,18 @@ class Supervisor:
             del self._others[key]
         self.reconcile()
         self._raise_leases()
+        self._pass_wishes_on()
 
     def note_contact(self, sent_ns: int) -> None:
-        """The server has written down that it heard what this node sent at `sent_ns` (CLOCK_BOOTTIME)."""
-        for run in self._runs.values():
-            run.note_contact(sent_ns)
+        """The server has written down that it heard what this node sent at `sent_ns` (CLOCK_BOOTTIME).
+
+        Nothing renews the lease of what is to stop, whether that could be recorded and done or not: the server may have
+        a proof by another word than this agent's, and other jobs' ranks beside it keep theirs.
+        """
+        to_stop = {(one.job, one.generation) for one in self._wanted if one.phase is AssignmentPhase.STOP}
+        for key, run in self._runs.items():
+            if key not in to_stop:
+                run.note_contact(sent_ns)
 
     def reconcile(self) -> None:
         """Do what the latest order still asks for; also called when a run has changed."""
@@ -141,6 +149,12 @@ class Supervisor:
             run = self._runs.get((assignment.job, assignment.generation))
             if run is not None and assignment.lease is not None and run.plan_id == assignment.plan_id:
                 run.raise_lease(assignment.lease)
+
+    def _pass_wishes_on(self) -> None:
+        for assignment in self._wanted:
+            run = self._runs.get((assignment.job, assignment.generation))
+            if run is not None and run.plan_id == assignment.plan_id and assignment.phase is not AssignmentPhase.STOP:
+                run.wish(Wishes.of(assignment))
 
     def _known(self) -> dict[Key, Known]:
         known = {key: Known(plan_id=report.plan_id, phase=report.phase) for key, report in self._others.items()}

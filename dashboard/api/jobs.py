@@ -12,9 +12,12 @@ from dashboard.api.callers import caller
 from dashboard.api.idempotency import once
 from dashboard.api.paging import Cursor, Limit, Page, number_position, page, position
 from dashboard.api.values import Document, Moment, ProofDocument, Request
-from recovery import jobs, queries
+from recovery import checkpoints, jobs, queries
+from recovery.domain.sample_ledger import SampleLedger
 from recovery.domain.silence import Contact
-from recovery.queries import JobDetail, JobMetrics
+from recovery.domain.trust import Health, Integrity
+from recovery.errors import CommandRefused
+from recovery.queries import JobDetail, JobMetrics, JobSaving
 
 router = Router(tags=["jobs"])
 
@@ -55,10 +58,21 @@ class JobRequest(Request):
     stop_limit_s: float = Field(default=30.0, gt=0, le=3600)
     synchronous: bool = Field(default=True, description="No rank finishes a step without all others.")
     phase_limits_s: PhaseLimits = Field(default_factory=PhaseLimits)
+    save_every: Annotated[int, Field(ge=1)] | Literal["auto"] | None = Field(
+        default=None, description="Steps between saves; `auto`: what costs least; null: the script decides."
+    )
+    last_good_limit_s: float | None = Field(
+        default=None, gt=0, le=86_400, description="Age of the last good checkpoint at which a human is told."
+    )
 
 
 class JobActionRequest(Request):
-    kind: Literal["stop"]
+    """`checkpoint` saves now; `absolve` says that a tainted checkpoint, named by generation and step, is sound."""
+
+    kind: Literal["stop", "checkpoint", "absolve"]
+    reason: str = Field(default="", max_length=400, pattern=r"^[^\x00]*$", description="Of a checkpoint now.")
+    generation: int | None = Field(default=None, ge=1, le=2**31 - 1)
+    step: int | None = Field(default=None, ge=0, le=2**31 - 1)
 
 
 class UnseenNodeDocument(Document):
@@ -130,6 +144,69 @@ class CheckpointDocument(Document):
     saved_at: Moment
     save_time_s: float | None
     after_fence: bool = Field(description="Written by a generation that was fenced already: never resumed from.")
+    blocked_s: float | None = Field(description="How long training stood still for it; null: for the whole save.")
+    integrity: Integrity
+    integrity_reason: str
+    health: Health = Field(description="A tainted one is never loaded.")
+    health_reason: str
+    pinned: bool = Field(description="The ranks may not remove it.")
+
+
+class LastGoodDocument(Document):
+    """What a fault would cost now, while the job trains."""
+
+    saved_at: Moment | None
+    age_s: float
+    limit_s: float
+    limit_reason: str
+    too_old: bool
+    paged_at: Moment | None
+
+
+class IntervalDocument(Document):
+    """Steps between saves: what the spec says, and what `auto` is or would be, with its inputs."""
+
+    wanted: int | str | None
+    steps: int | None = Field(description="By `auto`; null while too little is measured.")
+    interval_s: float | None
+    reason: str
+    save_cost_s: float | None
+    step_time_s: float | None
+    mtbf_s: float
+    nodes: int
+    failures: int
+    node_hours: float
+
+
+class SaveTroubleDocument(Document):
+    generation: int
+    rank: int
+    step: int
+    kind: Literal["failed", "skipped"]
+    attempt: int
+    reason: str
+    at: Moment
+
+
+class SaveRequestDocument(Document):
+    """The newest wish for a checkpoint now."""
+
+    number: int
+    at: Moment
+    by: str
+    reason: str
+    saved_step: int | None
+
+
+class SavingDocument(Document):
+    job: str
+    last_good: LastGoodDocument | None = Field(description="Null while the job does not train.")
+    interval: IntervalDocument
+    saves_failed: int
+    saves_skipped: int
+    troubles: list[SaveTroubleDocument] = Field(description="The newest ones, newest first.")
+    request: SaveRequestDocument | None
+    pinned: list[str]
 
 
 class JobDetailDocument(JobDocument):
@@ -157,6 +234,16 @@ class PointDocument(Document):
     span_start: int | None
     span_stop: int | None
     step_time_s: float | None
+    samples: int | None = Field(description="This rank's, as are tokens.")
+    tokens: int | None
+    parameter_norm: float | None
+    data_s: float | None = Field(description="Part of the step that it waited for its batch; null: not measured.")
+    forward_backward_s: float | None = Field(description="What no other part of the step claims.")
+    optimizer_s: float | None
+    wait_s: float | None = Field(description="Part of the step that the script says it waited for others.")
+    checkpoint_s: float | None = Field(description="A save just before this step; no part of step_time_s.")
+    memory_bytes: int | None
+    gpu_memory_bytes: int | None
 
 
 class SeriesDocument(Document):
@@ -228,6 +315,12 @@ def get_metrics(
     )
 
 
+@router.get("/{job_id}/samples", response=SampleLedger, operation_id="get_job_samples")
+def get_samples(request: HttpRequest, job_id: str) -> SampleLedger:
+    """The ledger of samples: what the job's present state was trained on; none skipped and none repeated, or which."""
+    return queries.job_samples(job_id)
+
+
 @router.get("/{job_id}/checkpoints", response=Page[CheckpointDocument], operation_id="list_job_checkpoints")
 def list_checkpoints(
     request: HttpRequest, response: HttpResponse, job_id: str, limit: Limit, cursor: Cursor
@@ -237,8 +330,30 @@ def list_checkpoints(
     return page(request, response, found, limit=limit, key=lambda one: [one.generation, one.step])
 
 
+@router.get("/{job_id}/saving", response=SavingDocument, operation_id="get_job_saving")
+def get_saving(request: HttpRequest, job_id: str) -> JobSaving:
+    """The age of the last good checkpoint, the interval and why, saves that failed, and what was asked for."""
+    return queries.job_saving(job_id)
+
+
 @router.post("/{job_id}/actions", response={202: JobDetailDocument}, operation_id="act_on_job")
 def act(request: HttpRequest, job_id: str, body: JobActionRequest) -> JsonResponse:
-    """Stop a job: its ranks are killed and it is not recovered. The answer shows the job as it stands now."""
+    """Stop a job: its ranks are killed and it is not recovered; or have it save now; or absolve a checkpoint.
+
+    The answer shows the job as it stands now.
+    """
     by = caller(request).get_username()
-    return once(request, lambda: _document(jobs.stop_job(job_id, by=by).id), status=202)
+
+    def effect() -> JobDetailDocument:
+        match body.kind:
+            case "stop":
+                jobs.stop_job(job_id, by=by)
+            case "checkpoint":
+                checkpoints.request_save(job_id, by=by, reason=body.reason)
+            case "absolve":
+                if body.generation is None or body.step is None:
+                    raise CommandRefused("Name the checkpoint to absolve by its generation and step.")
+                checkpoints.absolve(job_id, generation=body.generation, step=body.step, by=by)
+        return _document(job_id)
+
+    return once(request, effect, status=202)

@@ -12,7 +12,7 @@ from dashboard.api.callers import caller
 from dashboard.api.idempotency import once
 from dashboard.api.paging import Cursor, Limit, Page, name_position, page
 from dashboard.api.values import Document, Moment, Request
-from recovery import fencing, queries
+from recovery import checkpoints, fencing, queries
 from recovery.domain.silence import Contact
 from recovery.queries import NodeDetail, NodeState
 
@@ -133,6 +133,17 @@ class FenceRequest(Request):
     confirm: str = Field(max_length=200, description="The node's exact name, typed.")
 
 
+class MaintenanceRequest(Request):
+    reason: str = Field(default="maintenance", max_length=200, pattern=r"^[^\x00]*$")
+
+
+class MaintenanceDocument(Document):
+    """What a notice of maintenance has asked for."""
+
+    node: str
+    jobs: list[str] = Field(description="Jobs that run on it: each saves at the next step that its ranks agree on.")
+
+
 @router.get("", response=Page[NodeDocument], operation_id="list_nodes")
 def list_nodes(request: HttpRequest, response: HttpResponse, limit: Limit, cursor: Cursor) -> dict[str, Any]:
     """Nodes by name."""
@@ -166,5 +177,16 @@ def fence(request: HttpRequest, name: str, body: FenceRequest) -> JsonResponse:
     def effect() -> FenceActionDocument:
         action = fencing.request_fence(name, confirm=body.confirm, by=by)
         return FenceActionDocument.model_validate(queries.get_fence_action(action.pk))
+
+    return once(request, effect, status=202)
+
+
+@router.post("/{name}/maintenance", response={202: MaintenanceDocument}, operation_id="announce_maintenance")
+def announce_maintenance(request: HttpRequest, name: str, body: MaintenanceRequest) -> JsonResponse:
+    """Give notice that a node will go away: every job that runs on it saves now. Nothing is stopped."""
+    by = caller(request).get_username()
+
+    def effect() -> MaintenanceDocument:
+        return MaintenanceDocument(node=name, jobs=checkpoints.request_saves_on(name, by=by, reason=body.reason))
 
     return once(request, effect, status=202)

@@ -136,6 +136,9 @@ _CAUSE = {
     "rank_failed": Look("bad", "cross", "Rank failed", "A rank exited with an error of its own."),
     "early_exit": Look("bad", "stop", "Early exit", "A rank exited with code 0 before its last step."),
     "launch_failed": Look("bad", "play", "Launch failed", "A generation could not be started."),
+    "loss_not_finite": Look(
+        "bad", "cross", "Loss not finite", "No rank died, but the loss has been NaN or infinite for several steps."
+    ),
     "runner_lost": Look("bad", "question", "Runner gone", "A node's runner ended; no end of a rank is known."),
     "node_lost": Look("bad", "unlinked", "Node lost", "A node is silent, and a second witness misses it too."),
     "node_silent": Look("warn", "question", "Out of sight", "None of the job's nodes can be seen."),
@@ -146,6 +149,14 @@ _PHASE = {
     "step": Look("info", "step", "Stepping", "It makes a training step."),
     "save": Look("info", "receipt", "Saving", "It writes a checkpoint."),
     "evaluation": Look("info", "eye", "Evaluating", "It evaluates, and makes no training step meanwhile."),
+}
+_SPLIT = {
+    "data": Look("info", "clock", "Data", "It waits for its next batch."),
+    "forward_backward": Look("info", "play", "Forward and backward", "What no other part claims."),
+    "optimizer": Look("info", "step", "Optimizer", "The optimizer's step."),
+    "wait": Look("info", "pause", "Waiting", "The script says that it waits for other ranks."),
+    "checkpoint": Look("info", "receipt", "Checkpoint", "Training stands still for a save."),
+    "other": Look("stale", "question", "Not measured", "No measured part claims it."),
 }
 _DRILL = {
     "requested": Look("info", "clock", "Requested", "Stored; not yet with the agent."),
@@ -178,6 +189,18 @@ _VERDICT = {
     "inconclusive": Look("warn", "question", "inconclusive", "There is too little to prove it either way."),
     "broken": Look("bad", "cross", "broken", "The training does not go on where it was."),
 }
+_INTEGRITY = {
+    "complete": Look("stale", "clock", "Complete", "Its manifest is in place; its files were not read again yet."),
+    "rehashed": Look("good", "check", "Rehashed", "Every file was read again after the save, and is what was written."),
+    "test_loaded": Look("good", "shield", "Loaded", "Every rank of a generation has loaded it, with equal digests."),
+    "damaged": Look("bad", "cross", "Damaged", "Its files are not what was written: it is never loaded."),
+}
+_TRUST = {
+    "unknown": Look("stale", "question", "Not known yet", "Too few steps were made since."),
+    "clean": Look("good", "check", "Clean", "Training went on sanely after it was saved."),
+    "resumed_from": Look("good", "shield", "Proven", "A generation went on from it sanely."),
+    "tainted": Look("bad", "alert", "Tainted", "Training went wrong before it or soon after it was loaded: not used."),
+}
 _HEALTH = {
     "ok": Look("good", "check", "OK", ""),
     "late": Look("bad", "alert", "Late", ""),
@@ -199,10 +222,13 @@ LOOKS: dict[str, dict[str, Look]] = {
     "probe": _PROBE,
     "cause": _CAUSE,
     "phase": _PHASE,
+    "split": _SPLIT,
     "drill": _DRILL,
     "drill_kind": _DRILL_KIND,
     "promise": _PROMISE,
     "verdict": _VERDICT,
+    "integrity": _INTEGRITY,
+    "trust": _TRUST,
     "health": _HEALTH,
 }
 

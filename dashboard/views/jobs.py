@@ -12,6 +12,7 @@ from django.views.decorators.http import require_POST, require_safe
 from dashboard.views.page import present, signed_in
 from recovery import jobs as job_commands
 from recovery import queries
+from recovery.checkpoints import request_save
 from recovery.domain.generations import Phase
 from recovery.domain.instructions import JOB_ENDS, JobState
 from recovery.errors import CommandRefused
@@ -39,6 +40,7 @@ def job(request: HttpRequest, job_id: str) -> HttpResponse:
     seen = queries.get_job(job_id)
     incidents = queries.list_incidents(job=job_id)
     checkpoints = queries.job_checkpoints(job_id)
+    saving = queries.job_saving(job_id)
     context = {
         "job": seen,
         "ended": seen.state in JOB_ENDS,
@@ -46,8 +48,10 @@ def job(request: HttpRequest, job_id: str) -> HttpResponse:
         "heard_nodes": [name for name in seen.nodes if name not in {unseen.node for unseen in seen.unseen}],
         "trains": all(unseen.trains_on for unseen in seen.unseen),
         "lease": _lease(seen),
+        "split": queries.step_time_split(job_id),
         "generations": tuple(reversed(seen.generations)),
         "checkpoints": checkpoints,
+        "saving": saving,
         "incidents": incidents,
         "marks": {
             "generations": [
@@ -71,6 +75,17 @@ def stop(request: HttpRequest, job_id: str) -> HttpResponse:
     try:
         job_commands.stop_job(job_id, by=request.user.get_username())
         messages.success(request, "Stopping. The ranks are ended on every node, and each node proves it.")
+    except CommandRefused as refused:
+        messages.error(request, str(refused))
+    return redirect("job", job_id)
+
+
+@signed_in
+@require_POST
+def checkpoint(request: HttpRequest, job_id: str) -> HttpResponse:
+    try:
+        request_save(job_id, by=request.user.get_username())
+        messages.success(request, "A checkpoint is asked for: the ranks save at the next step that they agree on.")
     except CommandRefused as refused:
         messages.error(request, str(refused))
     return redirect("job", job_id)

@@ -17,6 +17,7 @@ urlpatterns = [
     path("jobs", jobs.jobs, name="jobs"),
     path("jobs/<str:job_id>", jobs.job, name="job"),
     path("jobs/<str:job_id>/stop", jobs.stop, name="stop_job"),
+    path("jobs/<str:job_id>/checkpoint", jobs.checkpoint, name="checkpoint_job"),
     path("incidents", incidents.incidents, name="incidents"),
     path("incidents/<str:incident_id>", incidents.incident, name="incident"),
     path("incidents/<str:incident_id>/actions", incidents.act, name="act_on_incident"),

@@ -1,4 +1,4 @@
-"""`everstep demo`: the control plane, three agents with simulated GPUs (one a spare), and a real training job on two.
+"""`everstep demo`: the control plane, agents with simulated GPUs (one of three is a spare), and a real training job.
 
 What it does to the system it does as anybody would: agents join with tokens, the job is submitted through the REST API.
 """
@@ -22,7 +22,7 @@ from everstep.cli.supervise import Service, StopWanted, Supervisor, SupervisorEr
 from everstep.cli.up import ControlPlane, add_place_arguments, bring_up, say, supervised
 from everstep.errors import EverstepError
 
-NODES = ("gpu-01", "gpu-02", "gpu-03")
+AGENTS = 3
 TRAINING_NODES = 2
 FIRST_PORT, PORTS_PER_NODE = 21000, 300
 """Rendezvous ports of the agents, outside the kernel's ephemeral range."""
@@ -41,6 +41,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     add_place_arguments(parser)
     parser.add_argument("--steps", type=int, default=100_000, help="steps of the training job (default: 100000)")
+    parser.add_argument(
+        "--agents",
+        type=int,
+        default=AGENTS,
+        choices=range(TRAINING_NODES, 10),
+        metavar="N",
+        help=f"how many agents, each a node of its own: at least {TRAINING_NODES}, without a spare (default: {AGENTS})",
+    )
     parser.add_argument("--no-job", action="store_true", help="start server and agents, but submit no job")
     parser.add_argument(
         "script", nargs="*", metavar="ARGUMENT", help="after --: more arguments for examples/train_tiny_gpt.py"
@@ -51,14 +59,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Entry point of `everstep demo`; returns when a stop signal came."""
 
+    nodes = [f"gpu-{number:02}" for number in range(1, args.agents + 1)]
+
     def work(supervisor: Supervisor, plane: ControlPlane) -> None:
         client: Client | None = None
         try:
-            bring_up(supervisor, plane, bootstrap=["--keep-login", "--join", *NODES])
+            bring_up(supervisor, plane, bootstrap=["--keep-login", "--join", *nodes])
             client = _client(plane.home)
-            say(f"Starting agents {', '.join(NODES)} ...")
-            supervisor.start(*(_agent(plane, index) for index in range(len(NODES))))
-            _wait_for(supervisor, partial(_missing_nodes, client), limit_s=JOIN_LIMIT_S)
+            say(f"Starting agents {', '.join(nodes)} ...")
+            supervisor.start(*(_agent(plane, index, name) for index, name in enumerate(nodes)))
+            _wait_for(supervisor, partial(_missing_nodes, client, nodes), limit_s=JOIN_LIMIT_S)
             job = None if args.no_job else _find_or_submit_job(client, plane, steps=args.steps, more=args.script)
             say(_welcome(plane, job))
             while True:
@@ -76,8 +86,7 @@ def run(args: argparse.Namespace) -> int:
     return supervised(args, work)
 
 
-def _agent(plane: ControlPlane, index: int) -> Service:
-    name = NODES[index]
+def _agent(plane: ControlPlane, index: int, name: str) -> Service:
     state = plane.home / "agents" / name
     state.mkdir(parents=True, exist_ok=True, mode=0o700)
     first_port = FIRST_PORT + PORTS_PER_NODE * index
@@ -123,13 +132,13 @@ def _client(home: Path) -> Client:
     return Client(access, retries=0)
 
 
-def _missing_nodes(client: Client) -> str:
+def _missing_nodes(client: Client, names: Sequence[str]) -> str:
     """An empty string once all agents are connected."""
     try:
-        nodes = list(client.pages("nodes", most=len(NODES)))
+        nodes = list(client.pages("nodes", most=len(names)))
     except EverstepError as error:
         return str(error)
-    missing = set(NODES) - {node["name"] for node in nodes if node["connected"]}
+    missing = set(names) - {node["name"] for node in nodes if node["connected"]}
     return f"agents are not connected: {', '.join(sorted(missing))}" if missing else ""
 
 

@@ -195,6 +195,8 @@ def print_receipt(receipt: Mapping[str, Any]) -> None:
         "whole incident": duration(receipt["total_s"]),
         "attempts": receipt["attempts"],
     }
+    if samples := receipt.get("samples"):
+        fields["samples"] = clean(samples["sentence"])
     print_fields({f"  {name}": value for name, value in fields.items()})
 
 

@@ -1,4 +1,4 @@
-"""`everstep job submit|list|show|stop`."""
+"""`everstep job submit|list|show|stop|checkpoint|absolve`."""
 
 from __future__ import annotations
 
@@ -44,6 +44,18 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     stop = verbs.add_parser("stop", help="stop a job: its ranks are killed, and it is not recovered")
     stop.add_argument("job", metavar="JOB", help="id of the job")
     _finish(stop, stop_job)
+    checkpoint = verbs.add_parser("checkpoint", help="have a running job save now, at a step that its ranks agree on")
+    checkpoint.add_argument("job", metavar="JOB", help="id of the job")
+    checkpoint.add_argument("--reason", default="", help="kept with the request")
+    _finish(checkpoint, checkpoint_job)
+    absolve = verbs.add_parser(
+        "absolve",
+        help="say that a tainted checkpoint is sound, so that it may be loaded again",
+        description="Say that a tainted checkpoint is sound, for example since the script was what had been wrong.",
+    )
+    absolve.add_argument("job", metavar="JOB", help="id of the job")
+    absolve.add_argument("checkpoint", metavar="GENERATION:STEP", help="which one, for example 1:60")
+    _finish(absolve, absolve_checkpoint)
 
 
 def _add_submit(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -68,6 +80,15 @@ def _add_submit(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     submit.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="may be repeated")
     submit.add_argument("--user", default="", help="account to run as; default: the agents' own")
     submit.add_argument("--stop-limit", type=float, default=30.0, metavar="SECONDS", help="default: 30")
+    submit.add_argument(
+        "--save-every", metavar="N|auto", help="steps between saves, or what costs least; default: as the script says"
+    )
+    submit.add_argument(
+        "--last-good-limit",
+        type=float,
+        metavar="SECONDS",
+        help="tell a human when the last good checkpoint is older (default: 3 intervals, or 30 minutes if more)",
+    )
     submit.add_argument(
         "--asynchronous", action="store_true", help="ranks finish steps without each other: no lease fences a node"
     )
@@ -100,6 +121,7 @@ def submit_job(args: argparse.Namespace) -> int:
 def job_request(args: argparse.Namespace, *, working_directory: Path) -> dict[str, Any]:
     """The body of the request: absolute paths, and an interpreter that is found now. Raises `WrongUsage`."""
     directory = (working_directory / (args.working_directory or "")).resolve()
+    optional = {"save_every": save_interval(args.save_every), "last_good_limit_s": args.last_good_limit}
     command: list[str] = args.command
     return {
         "name": args.name or script_name(command),
@@ -116,7 +138,18 @@ def job_request(args: argparse.Namespace, *, working_directory: Path) -> dict[st
         "phase_limits_s": {
             f"{phase}_s": limit_s for phase in PHASES if (limit_s := getattr(args, f"{phase}_limit")) is not None
         },
+        **{name: value for name, value in optional.items() if value is not None},
     }
+
+
+def save_interval(text: str | None) -> int | str | None:
+    """A number of steps, or `auto`. Raises `WrongUsage`."""
+    if text is None or text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError as err:
+        raise WrongUsage(f"--save-every {text!r} is neither a number of steps nor auto.") from err
 
 
 def node_count(text: str, *, multiple_of: int | None) -> int | dict[str, int]:
@@ -178,19 +211,20 @@ def list_jobs(args: argparse.Namespace) -> int:
 
 
 def show_job(args: argparse.Namespace) -> int:
-    job = client_from(args).get(f"jobs/{args.job}")
+    client = client_from(args)
+    job = client.get(f"jobs/{args.job}")
     if args.output == "json":
         print_json(job)
         return OK
-    print_job(job)
+    print_job(job, client.get(f"jobs/{args.job}/saving"))
     return OK
 
 
-def print_job(job: dict[str, Any]) -> None:
+def print_job(job: dict[str, Any], saving: dict[str, Any]) -> None:
     checkpoint = job["last_checkpoint"]
     saved = checkpoint and (
         f"step {checkpoint['step']} of generation {checkpoint['generation']}, {size(checkpoint['size_bytes'])}, "
-        f"{ago(checkpoint['saved_at'])}"
+        f"{ago(checkpoint['saved_at'])}, {checkpoint['integrity']}, {checkpoint['health']}"
     )
     print_fields(
         {
@@ -205,6 +239,10 @@ def print_job(job: dict[str, Any]) -> None:
             "not in contact": [unseen_words(one) for one in job["unseen"]],
             "open incident": job["open_incident"],
             "last checkpoint": saved,
+            "last good": last_good_words(saving["last_good"]),
+            "save interval": interval_words(saving["interval"]),
+            "saves": f"{saving['saves_failed']} failed, {saving['saves_skipped']} skipped",
+            "checkpoint asked for": request_words(saving["request"]),
             "command": " ".join(job["argv"]),
             "working directory": job["working_directory"],
             "checkpoints": job["checkpoint_directory"],
@@ -230,6 +268,32 @@ def print_job(job: dict[str, Any]) -> None:
     print_table(("GEN", "NODES", "FROM", "REACHED", "PLANNED", "WANTED"), rows, empty="No generation was launched yet.")
 
 
+def last_good_words(last: dict[str, Any] | None) -> str | None:
+    """`4 min 05 s old, TOO OLD (limit 30 min 00 s: the default of 30 minutes)`."""
+    if last is None:
+        return None
+    late = ", TOO OLD" if last["too_old"] else ""
+    return f"{duration(last['age_s'])} old{late} (limit {duration(last['limit_s'])}: {last['limit_reason']})"
+
+
+def interval_words(interval: dict[str, Any]) -> str:
+    """What is wanted, and why `auto` is what it is."""
+    wanted = interval["wanted"]
+    if wanted != "auto":
+        return "as the script says" if wanted is None else f"{wanted} steps"
+    chosen = "" if interval["steps"] is None else f", {interval['steps']} steps for the next launch"
+    return f"auto{chosen}: {interval['reason']}"
+
+
+def request_words(request: dict[str, Any] | None) -> str | None:
+    """`12.0 s ago by anna (new cables): saved at step 120`."""
+    if request is None:
+        return None
+    why = f" ({request['reason']})" if request["reason"] else ""
+    outcome = "not saved yet" if request["saved_step"] is None else f"saved at step {request['saved_step']}"
+    return f"{ago(request['at'])} by {request['by']}{why}: {outcome}"
+
+
 def unseen_words(one: dict[str, Any]) -> str:
     """`gpu-02 (lost, silent for 42.0 s; its ranks train on)`."""
     trains = "its ranks train on" if one["trains_on"] else "whether its ranks train is not known"
@@ -242,4 +306,26 @@ def stop_job(args: argparse.Namespace) -> int:
         print_json(job)
     else:
         print(f"Job {job['id']} ({job['name']}) will stop; it is {job['state']} now.")
+    return OK
+
+
+def checkpoint_job(args: argparse.Namespace) -> int:
+    job = client_from(args).post(f"jobs/{args.job}/actions", {"kind": "checkpoint", "reason": args.reason})
+    if args.output == "json":
+        print_json(job)
+    else:
+        print(f"Job {job['id']} ({job['name']}) will save at the next step that its ranks agree on.")
+    return OK
+
+
+def absolve_checkpoint(args: argparse.Namespace) -> int:
+    generation, colon, step = args.checkpoint.partition(":")
+    if not colon or not generation.isdecimal() or not step.isdecimal():
+        raise WrongUsage(f"{args.checkpoint!r} is no checkpoint: say GENERATION:STEP, for example 1:60.")
+    body = {"kind": "absolve", "generation": int(generation), "step": int(step)}
+    job = client_from(args).post(f"jobs/{args.job}/actions", body)
+    if args.output == "json":
+        print_json(job)
+    else:
+        print(f"Checkpoint {args.checkpoint} of job {job['id']} ({job['name']}) may be loaded again.")
     return OK

@@ -1,4 +1,4 @@
-"""`everstep node list|show|attest|fence`."""
+"""`everstep node list|show|maintenance|attest|fence`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,18 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     fence = verbs.add_parser("fence", help="have the fence provider switch a silent node off")
     fence.add_argument("node", metavar="NODE", help="name of the node")
     _add_confirm(fence)
-    runs = ((listing, list_nodes), (show, show_node), (attest, attest_node), (fence, fence_node))
+    maintenance = verbs.add_parser(
+        "maintenance", help="give notice that a node will go away: what runs on it saves now"
+    )
+    maintenance.add_argument("node", metavar="NODE", help="name of the node")
+    maintenance.add_argument("--reason", default="maintenance", help="kept with the request")
+    runs = (
+        (listing, list_nodes),
+        (show, show_node),
+        (maintenance, announce_maintenance),
+        (attest, attest_node),
+        (fence, fence_node),
+    )
     for verb, run in runs:
         add_access_arguments(verb)
         add_output_argument(verb)
@@ -187,3 +198,14 @@ def fence_node(args: argparse.Namespace) -> int:
 def measured(value: float | None, unit: str) -> str:
     """`61 C`, or `-` for what is not known."""
     return "-" if value is None else f"{value:.0f} {unit}"
+
+
+def announce_maintenance(args: argparse.Namespace) -> int:
+    asked = client_from(args).post(f"nodes/{args.node}/maintenance", {"reason": args.reason})
+    if args.output == "json":
+        print_json(asked)
+    elif asked["jobs"]:
+        print(f"Asked to save now: {', '.join(clean(job) for job in asked['jobs'])}.")
+    else:
+        print(f"No job runs on {args.node}: there is nothing to save.")
+    return OK

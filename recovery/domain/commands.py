@@ -15,16 +15,20 @@ from recovery.domain.instructions import (
     MarkJob,
     ReleaseNodes,
 )
-from recovery.domain.moves import Outcome, live_generation, move, stop_all
+from recovery.domain.moves import Outcome, live_generation, move, stop_all, wait_for_fence
 from recovery.domain.setbacks import past_deadline
 from recovery.domain.situation import Command, Situation
+from recovery.domain.timeline import Entry, EntryKind
+from recovery.domain.unproven_stops import UnprovenStop, unproven_stop
 
 S = IncidentState
 
 
 def cancel(incident: Incident, situation: Situation, now: float) -> Outcome:
     """The job's owner wants it stopped: that ends the incident as soon as nothing runs any more."""
-    incident, told = diagnosed(incident, situation, now)
+    told: tuple[Entry, ...] = ()
+    if situation.job.state is not JobState.STOPPING:  # else ranks may have died of our own stop
+        incident, told = diagnosed(incident, situation, now)
     stops = stop_all(situation, except_generation=None)
     proofs = lease_proofs(situation, now)
     if proofs:
@@ -48,9 +52,26 @@ def cancel(incident: Incident, situation: Situation, now: float) -> Outcome:
                 ReleaseNodes(job=incident.job),
             ),
         )
+    silent = unproven_stop(situation, now)
+    if silent is not None and incident.state is not S.WAITING_FOR_FENCE:
+        return _wait_for_silent(incident, situation, silent, now)
     if incident.deadline_at is not None and now >= incident.deadline_at and incident.state is not S.ESCALATED:
         return past_deadline(incident, situation, now)
     return Outcome(incident=incident)
+
+
+def _wait_for_silent(incident: Incident, situation: Situation, stop: UnprovenStop, now: float) -> Outcome:
+    """Tell a human that the stop cannot be proven; where the incident was opened for that, it is its cause."""
+    cause = stop.cause
+    fault = Entry(
+        kind=EntryKind.FAULT,
+        at=incident.fault_at,
+        text=cause.sentence,
+        data={"rank": None, "node": cause.node, "kind": cause.kind.value, "cascade": []},
+    )
+    known = replace(incident, cause=incident.cause or cause, stop_ordered=True)
+    waiting = wait_for_fence(known, situation, now, cause.sentence)
+    return replace(waiting, entries=(*(() if incident.cause else (fault,)), *waiting.entries))
 
 
 def obey(incident: Incident, situation: Situation, command: Command, now: float) -> Outcome:

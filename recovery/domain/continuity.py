@@ -7,21 +7,17 @@ optimizer, ...), so that a forgotten part is named.
 from __future__ import annotations
 
 import itertools
-import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from recovery.domain.loss_band import ORDER_OF_SUMS, noise_band
 from recovery.domain.plan import CheckpointRef
+from recovery.domain.replay import compare_steps
+from recovery.domain.step_records import Records, ResumeRecord, StepRecord
 
-RULE_VERSION = "continuity-2"
-
-RELATIVE_BAND = 1e-5
-"""Two-sided band for losses that cannot be bit-equal (other topology, or a script that promises nothing).
-
-Source: a resume at another world size stayed within 2.4e-6 over 60 steps; 1e-5 leaves a margin of four.
-"""
+RULE_VERSION = "continuity-3"
 
 
 class VerdictKind(StrEnum):
@@ -31,33 +27,6 @@ class VerdictKind(StrEnum):
     STATE_EQUAL = "state-equal"
     INCONCLUSIVE = "inconclusive"
     BROKEN = "broken"
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepRecord:
-    """One finished step of one rank."""
-
-    generation: int
-    rank: int
-    step: int
-    at: float
-    loss: float | None = None
-    learning_rate: float | None = None
-    grad_norm: float | None = None
-    epoch: int = 0
-    span_start: int | None = None
-    span_stop: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResumeRecord:
-    """What one rank of the new generation said when it entered its training loop."""
-
-    rank: int
-    step: int
-    saved_digest: Mapping[str, str]
-    live_digest: Mapping[str, str]
-    deterministic: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +45,8 @@ class Verdict:
     """Parts whose digests were compared and are equal on every rank."""
     max_relative_difference: float = 0.0
     """Always finite, so that it can be stored: the largest number there is where only one of two losses is finite."""
+    loss_band: float = 0.0
+    """How far apart, relatively and to either side, losses may be; 0 where equal bits are promised."""
     rule: str = RULE_VERSION
 
     @property
@@ -90,14 +61,15 @@ def judge(
     same_topology: bool,
     reached_step: int | None,
     resumes: Sequence[ResumeRecord],
-    reference: Mapping[tuple[int, int], StepRecord],
-    replayed: Mapping[tuple[int, int], StepRecord],
+    reference: Records,
+    replayed: Records,
 ) -> Verdict:
     """Compare the new generation with what the job did before.
 
     `reference` and `replayed` map (rank, step) to records of the old and new generation. `same_topology` says that
     world size and nodes are such that equal state must give equal bits. Steps lost are those done after the parent
-    checkpoint. A record of the parent's own step in `reference` ties the first replayed span to it.
+    checkpoint. A record of the parent's own step in `reference` ties the first replayed span to it; those of the
+    `LOOK_BACK_STEPS` before it tell the curve's noise.
     """
     parent_step = parent.step if parent else 0
     reached = parent_step if reached_step is None else max(reached_step, parent_step)
@@ -105,9 +77,11 @@ def judge(
     parts, digest_findings = _digest_findings(resumes)
     broken += digest_findings
     complete = {resume.rank for resume in resumes} == set(range(world_size))
-    exact = same_topology and complete and all(resume.deterministic for resume in resumes)
-    comparison = _compare_steps(
-        first=parent_step + 1, last=reached, world_size=world_size, exact=exact, reference=reference, replayed=replayed
+    promised = bool(resumes) and all(resume.deterministic for resume in resumes)
+    exact = same_topology and complete and promised
+    band = 0.0 if exact else ORDER_OF_SUMS if promised else noise_band(reference)
+    comparison = compare_steps(
+        first=parent_step + 1, last=reached, world_size=world_size, band=band, reference=reference, replayed=replayed
     )
     broken += comparison.findings
     broken += _span_findings(world_size=world_size, parent_step=parent_step, reference=reference, replayed=replayed)
@@ -118,7 +92,8 @@ def judge(
         bits_equal=exact and comparison.compared > 0 and comparison.max_relative_difference == 0.0,
         from_beginning=parent is None,
     )
-    findings = tuple(dict.fromkeys(broken)) or _good_findings(kind=kind, parts=parts, compared=comparison.compared)
+    good = _good_findings(kind=kind, parts=parts, compared=comparison.compared, band=band)
+    findings = tuple(dict.fromkeys(broken)) or (*good, *comparison.remarks)
     return Verdict(
         kind=kind,
         findings=findings,
@@ -127,12 +102,14 @@ def judge(
         caught_up=caught_up,
         digest_parts=parts,
         max_relative_difference=min(comparison.max_relative_difference, sys.float_info.max),
+        loss_band=band,
     )
 
 
 def _resume_findings(parent_step: int, resumes: Sequence[ResumeRecord]) -> list[str]:
     return [
-        f"Rank {resume.rank} resumed at step {resume.step}; the plan says {parent_step}."
+        f"Rank {resume.rank} resumed at step {resume.step}; the plan says {parent_step}: "
+        f"{'its step counter is off by one' if abs(resume.step - parent_step) == 1 else 'the rank is at another step'}."
         for resume in resumes
         if resume.step != parent_step
     ]
@@ -160,84 +137,12 @@ def _digest_findings(resumes: Sequence[ResumeRecord]) -> tuple[tuple[str, ...], 
     return tuple(sorted(equal or ())), findings
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Comparison:
-    compared: int
-    findings: list[str]
-    max_relative_difference: float
-
-
-def _compare_steps(
-    *,
-    first: int,
-    last: int,
-    world_size: int,
-    exact: bool,
-    reference: Mapping[tuple[int, int], StepRecord],
-    replayed: Mapping[tuple[int, int], StepRecord],
-) -> _Comparison:
-    compared, findings, worst = 0, [], 0.0
-    old_losses, new_losses = set(), set()
-    for step in range(first, last + 1):
-        complete = True
-        for rank in range(world_size):
-            old, new = reference.get((rank, step)), replayed.get((rank, step))
-            if old is None or new is None or old.loss is None or new.loss is None:
-                complete = False
-                continue
-            old_losses.add(old.loss)
-            new_losses.add(new.loss)
-            difference = relative_difference(old.loss, new.loss)
-            worst = max(worst, difference)
-            findings += _pair_findings(old, new, difference=difference, exact=exact)
-        compared += complete
-    if compared >= 5 and len(new_losses) == 1 < len(old_losses):
-        findings.append(f"The loss did not change in {compared} replayed steps: the weights are not being trained.")
-    return _Comparison(compared=compared, findings=findings[:12], max_relative_difference=worst)
-
-
-def relative_difference(old: float, new: float) -> float:
-    """|old - new| over |old|; 0 for equal values (two NaN of a replay are equal), infinity where only one is finite."""
-    if old == new or (math.isnan(old) and math.isnan(new)):
-        return 0.0
-    if not (math.isfinite(old) and math.isfinite(new)):
-        return math.inf
-    return abs(old - new) / max(abs(old), 1e-30)
-
-
-def _pair_findings(old: StepRecord, new: StepRecord, *, difference: float, exact: bool) -> list[str]:
-    where = f"Step {new.step}, rank {new.rank}"
-    findings = []
-    if (old.epoch, old.span_start, old.span_stop) != (new.epoch, new.span_start, new.span_stop):
-        findings.append(
-            f"{where}: trained on samples {_span(new)}, before the fault on {_span(old)}: "
-            "the sampler was not restored to its position."
-        )
-    if old.learning_rate != new.learning_rate:
-        findings.append(
-            f"{where}: learning rate {new.learning_rate!r}, before the fault {old.learning_rate!r}: "
-            "the scheduler was not restored."
-        )
-    if exact and difference != 0.0:
-        findings.append(f"{where}: loss {new.loss!r}, before the fault {old.loss!r}; a bit-equal replay was promised.")
-    elif difference > RELATIVE_BAND:
-        findings.append(
-            f"{where}: loss {new.loss!r}, before the fault {old.loss!r}: "
-            f"{difference:.2e} apart, the band is {RELATIVE_BAND:.0e}."
-        )
-    return findings
-
-
-def _span(record: StepRecord) -> str:
-    return f"[{record.span_start}, {record.span_stop}) of epoch {record.epoch}"
-
-
 def _span_findings(
     *,
     world_size: int,
     parent_step: int,
-    reference: Mapping[tuple[int, int], StepRecord],
-    replayed: Mapping[tuple[int, int], StepRecord],
+    reference: Records,
+    replayed: Records,
 ) -> list[str]:
     """Each rank's spans must follow each other, from the parent's step on: nothing skipped, nothing repeated."""
     findings = []
@@ -249,7 +154,7 @@ def _span_findings(
             if what:
                 findings.append(
                     f"Rank {rank} {what} samples between step {before.step} and {after.step}: "
-                    f"{_span(before)} then {_span(after)}."
+                    f"{before.samples} then {after.samples}."
                 )
     return findings[:6]
 
@@ -278,12 +183,12 @@ def _verdict_kind(
     return VerdictKind.INCONCLUSIVE
 
 
-def _good_findings(*, kind: VerdictKind, parts: tuple[str, ...], compared: int) -> tuple[str, ...]:
+def _good_findings(*, kind: VerdictKind, parts: tuple[str, ...], compared: int, band: float) -> tuple[str, ...]:
     findings = []
     if parts:
         findings.append(f"State digests are equal on every rank: {', '.join(parts)}.")
     if compared:
-        word = "bit-equal" if kind is VerdictKind.BIT_EQUAL else "within the band"
+        word = "bit-equal" if kind is VerdictKind.BIT_EQUAL else f"within the band of {band:.0e}"
         findings.append(f"{compared} replayed steps are {word} on every rank.")
     if kind is VerdictKind.INCONCLUSIVE:
         findings.append("The ranks reported no state digests, so that continuity is neither proven nor disproven.")

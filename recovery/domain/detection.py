@@ -10,11 +10,13 @@ from dataclasses import dataclass
 
 from recovery.domain.absences import missing_nodes, node_silent, unseen_for_s
 from recovery.domain.diagnosis import diagnose
+from recovery.domain.failures import loss_lost
 from recovery.domain.generations import AssignmentPhase, GenerationView
 from recovery.domain.instructions import JobState
 from recovery.domain.situation import Situation
+from recovery.domain.unproven_stops import unproven_stop
 
-RULE_VERSION = "detection-2"
+RULE_VERSION = "detection-3"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +31,15 @@ class Fault:
     sentence: str
     node: str | None = None
     """Set where a whole node is what broke."""
+    lost: str = ""
+    """What the generation has lost, where that is neither a rank, a runner nor a node."""
 
 
 def find_fault(situation: Situation, now: float) -> Fault | None:
     """The fault of a job that has no open incident; None if it has none, or if its end was wanted."""
     job = situation.job
+    if job.state is JobState.STOPPING:
+        return _held_up_stop(situation, now)
     if job.stop_wanted or job.state not in (JobState.LAUNCHING, JobState.RUNNING, JobState.RECOVERING):
         return None
     newest = max(situation.generations, key=lambda generation: generation.number, default=None)
@@ -43,7 +49,22 @@ def find_fault(situation: Situation, now: float) -> Fault | None:
         _death(newest)
         or _vanished_runner(newest, launching=job.state is JobState.LAUNCHING)
         or _missing_node(newest, situation, now)
+        or _lost_loss(newest)
         or _unseen(newest, situation, now)
+    )
+
+
+def _held_up_stop(situation: Situation, now: float) -> Fault | None:
+    """Nobody would ever hear of a stop that waits for a node which is gone."""
+    stop = unproven_stop(situation, now)
+    if stop is None:
+        return None
+    return Fault(
+        generation=stop.generation,
+        rank=None,
+        at=now - stop.silent_s,
+        sentence=stop.cause.sentence,
+        node=stop.cause.node,
     )
 
 
@@ -70,6 +91,20 @@ def _vanished_runner(generation: GenerationView, *, launching: bool) -> Fault | 
         rank=None,
         at=None,
         sentence=f"The runner of generation {generation.number} on {share.node} is gone.",
+    )
+
+
+def _lost_loss(generation: GenerationView) -> Fault | None:
+    cause = loss_lost(generation)
+    if cause is None:
+        return None
+    began = [rank.nonfinite_at for rank in generation.ranks if rank.nonfinite_at is not None]
+    return Fault(
+        generation=generation.number,
+        rank=None,
+        at=min(began, default=None),
+        sentence=cause.sentence,
+        lost="its loss: it is not finite any more",
     )
 
 

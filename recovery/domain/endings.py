@@ -90,4 +90,5 @@ def make_receipt(
         attempts=incident.attempt + 1,
         fences=tuple(p for g in generations for p in g.proofs),
         issued_at=now,
+        samples=situation.samples,
     )

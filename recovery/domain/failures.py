@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from recovery.domain.absences import missing_nodes, node_lost, node_silent, unseen_for_s
 from recovery.domain.diagnosis import diagnose, is_echo
-from recovery.domain.generations import GenerationView, RankView, ShareView
+from recovery.domain.generations import NONFINITE_STEPS, GenerationView, RankView, ShareView
 from recovery.domain.incident import Cause, CauseKind, Incident
 from recovery.domain.lineage import reached_step
 from recovery.domain.situation import Situation
-from recovery.domain.timeline import Entry, EntryKind
+from recovery.domain.timeline import Entry, EntryKind, join_names
 
 
 def diagnosed(incident: Incident, situation: Situation, now: float) -> tuple[Incident, tuple[Entry, ...]]:
@@ -46,13 +46,14 @@ def _fault_at(incident: Incident, cause: Cause, situation: Situation) -> float:
 def first_hand_cause(
     generation: GenerationView, situation: Situation, now: float, *, told: Sequence[RankView] | None = None
 ) -> Cause | None:
-    """What is known for certain to have broken it: a death, a runner that is gone, or a node that two witnesses miss.
+    """What is known for certain to have broken it: a death, a runner that is gone, a node that two witnesses miss, or
+    a loss that is not finite any more.
 
     A rank that died of a broken collective is no cause beside a node that is gone. `told` are the ranks whose deaths
     count, where not all do.
     """
     deaths = generation.ranks if told is None else told
-    return _cause_of(deaths, generation, situation, now) or _runner_lost(generation)
+    return _cause_of(deaths, generation, situation, now) or _runner_lost(generation) or loss_lost(generation)
 
 
 def _cause_of(told: Sequence[RankView], generation: GenerationView, situation: Situation, now: float) -> Cause | None:
@@ -73,8 +74,21 @@ def _runner_lost(generation: GenerationView) -> Cause | None:
     return Cause(kind=CauseKind.RUNNER_LOST, rank=None, node=share.node, sentence=f"{_share_words(share)}.")
 
 
+def loss_lost(generation: GenerationView) -> Cause | None:
+    """The cause where nothing died, but what is trained is no longer a number."""
+    step = generation.nonfinite_step
+    if step is None or not generation.loss_lost:
+        return None
+    ranks = [str(rank.rank) for rank in generation.ranks if rank.nonfinite_count >= NONFINITE_STEPS]
+    who = f"Rank {ranks[0]} reports" if len(ranks) == 1 else f"Ranks {join_names(ranks)} report"
+    sentence = f"{who} a loss that is not finite from step {step} on."
+    return Cause(kind=CauseKind.LOSS_NOT_FINITE, rank=None, node=None, sentence=sentence)
+
+
 def second_look(incident: Incident, situation: Situation, now: float) -> tuple[Incident, tuple[Entry, ...]]:
     """The cause once more, now that every old node has told what it knew: the first death heard may be an echo."""
+    if incident.cause is not None and incident.cause.kind is CauseKind.LOSS_NOT_FINITE:
+        return incident, ()  # what died since is our own stop's work
     broken = situation.generation(incident.broken_generation)
     told = told_exits(broken) if broken else ()
     if incident.cause is not None and incident.cause.rank is None:

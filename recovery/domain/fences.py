@@ -22,6 +22,11 @@ _WITHOUT_ITS_WORD = (
 LAST_WORDS_S = 10.0
 """So long a node that returned is listened to before the next generation is planned without it."""
 
+LEASE_SLACK_S = 10.0
+"""After a lease's end, until its proof must be there: a few looks of the sweep."""
+LEASE_WAIT_AT_MOST_S = 300.0
+"""A lease that runs longer (that of a setup) is waited for too, but a human is told: he may know better."""
+
 PROOF_WORDS = {
     ProofKind.CGROUP_EMPTY: "its control group is empty",
     ProofKind.PROC_SCAN_EMPTY: "no process carries its mark",
@@ -38,7 +43,7 @@ def lease_proofs(situation: Situation, now: float, *, except_generation: int | N
     """Proofs that time alone has brought for generations that are wanted gone."""
     return tuple(
         RecordProof(job=situation.job.id, generation=generation.number, proof=proof)
-        for generation, share in _open_shares(situation, except_generation)
+        for generation, share in open_shares(situation, except_generation=except_generation)
         if (proof := _lease_proof(share, generation, situation, now)) is not None
     )
 
@@ -52,7 +57,7 @@ def next_lease_end(situation: Situation, *, except_generation: int | None = None
         None
         if node is None or node.contact is Contact.SEEN
         else lease_ends_at(share, generation, node, synchronous=situation.job.synchronous)
-        for generation, share in _open_shares(situation, except_generation)
+        for generation, share in open_shares(situation, except_generation=except_generation)
         for node in [situation.fleet.node(share.node)]
     ]
     known = [end for end in ends if end is not None]
@@ -107,7 +112,10 @@ def _lease_proof(share: ShareView, generation: GenerationView, situation: Situat
     return lease_proof(share, generation, node, synchronous=situation.job.synchronous, now=now)
 
 
-def _open_shares(situation: Situation, except_generation: int | None) -> Iterable[tuple[GenerationView, ShareView]]:
+def open_shares(
+    situation: Situation, *, except_generation: int | None = None
+) -> Iterable[tuple[GenerationView, ShareView]]:
+    """Every share of which a proof of stop is missing."""
     for generation in situation.generations:
         if generation.number == except_generation or generation.fenced:
             continue

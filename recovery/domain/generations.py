@@ -20,6 +20,10 @@ __all__ = [
 ]
 
 
+NONFINITE_STEPS = 3
+"""Losses in a row that are not finite after which training is taken for lost: a gradient scaler skips single ones."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankView:
     """One rank of one generation."""
@@ -50,6 +54,12 @@ class RankView:
     """Longest of its recent steps."""
     finished_step: int | None = None
     """Set when the training loop said that it did its last step."""
+    nonfinite_since: int | None = None
+    """First step of its present run of losses that are not finite; None while they are."""
+    nonfinite_count: int = 0
+    """Losses of that run."""
+    nonfinite_at: float | None = None
+    """When the run began."""
 
     @property
     def exited(self) -> bool:
@@ -175,6 +185,33 @@ class GenerationView:
     def sound(self) -> bool:
         """What it did and saved may be gone on from: nobody has judged it broken, and its own digests do not say so."""
         return not self.broken_continuity and not self.not_restored
+
+    @property
+    def loaded_whole(self) -> bool:
+        """Every rank has taken digests of what it loaded, and they are those of the checkpoint."""
+        return (
+            len(self.ranks) == self.plan.world_size
+            and all(rank.saved_digest for rank in self.ranks)
+            and not self.not_restored
+        )
+
+    @property
+    def loss_lost(self) -> bool:
+        """A rank's loss has not been finite for so many steps that it will not come back."""
+        return any(rank.nonfinite_count >= NONFINITE_STEPS for rank in self.ranks)
+
+    @property
+    def nonfinite_step(self) -> int | None:
+        """From which step on its loss is not finite; None if it is, or if that may still be a passing one."""
+        over = self.wanted is AssignmentPhase.STOP
+        return min(
+            (
+                rank.nonfinite_since
+                for rank in self.ranks
+                if rank.nonfinite_since is not None and (over or rank.exited or rank.nonfinite_count >= NONFINITE_STEPS)
+            ),
+            default=None,
+        )
 
     @property
     def reached_step(self) -> int | None:

@@ -34,20 +34,21 @@ S = IncidentState
 MAIN_LINE = (S.DETECTED, S.STOPPING, S.PLACING, S.LAUNCHING, S.VERIFYING, S.RECOVERED)
 ENDS = frozenset({S.RECOVERED, S.CANCELLED, S.FALSE_ALARM, S.CLOSED_BY_OPERATOR})
 
-_ASIDE = frozenset({S.PAUSED, S.ESCALATED, S.CANCELLED, S.CLOSED_BY_OPERATOR})
+_ASIDE = frozenset({S.PAUSED, S.ESCALATED, S.WAITING_FOR_FENCE, S.CANCELLED, S.CLOSED_BY_OPERATOR})
+"""From wherever: a job that is to be stopped waits for a fence whatever its incident had come to."""
 
 TRANSITIONS: dict[IncidentState, frozenset[IncidentState]] = {
-    S.DETECTED: frozenset({S.STOPPING, S.AWAITING_APPROVAL, S.WAITING_FOR_FENCE, S.FALSE_ALARM}) | _ASIDE,
-    S.STOPPING: frozenset({S.PLACING, S.WAITING_FOR_FENCE, S.FALSE_ALARM}) | _ASIDE,
+    S.DETECTED: frozenset({S.STOPPING, S.AWAITING_APPROVAL, S.FALSE_ALARM}) | _ASIDE,
+    S.STOPPING: frozenset({S.PLACING, S.FALSE_ALARM}) | _ASIDE,
     S.PLACING: frozenset({S.STOPPING, S.LAUNCHING, S.WAITING_FOR_CAPACITY, S.WAITING_FOR_CHECKPOINT}) | _ASIDE,
     S.LAUNCHING: frozenset({S.STOPPING, S.VERIFYING}) | _ASIDE,
     S.VERIFYING: frozenset({S.STOPPING, S.RECOVERED}) | _ASIDE,
     S.AWAITING_APPROVAL: frozenset({S.STOPPING, S.FALSE_ALARM}) | _ASIDE,
     S.WAITING_FOR_CAPACITY: frozenset({S.PLACING}) | _ASIDE,
     S.WAITING_FOR_CHECKPOINT: frozenset({S.PLACING}) | _ASIDE,
-    S.WAITING_FOR_FENCE: frozenset({S.STOPPING, S.FALSE_ALARM}) | _ASIDE,
-    S.PAUSED: frozenset({S.DETECTED, S.STOPPING, S.ESCALATED, S.CANCELLED, S.CLOSED_BY_OPERATOR}),
-    S.ESCALATED: frozenset({S.STOPPING, S.RECOVERED, S.CANCELLED, S.CLOSED_BY_OPERATOR}),
+    S.WAITING_FOR_FENCE: (frozenset({S.STOPPING, S.FALSE_ALARM}) | _ASIDE) - {S.WAITING_FOR_FENCE},
+    S.PAUSED: (frozenset({S.DETECTED, S.STOPPING}) | _ASIDE) - {S.PAUSED},
+    S.ESCALATED: (frozenset({S.STOPPING, S.RECOVERED}) | _ASIDE) - {S.ESCALATED, S.PAUSED},
     S.RECOVERED: frozenset(),
     S.CANCELLED: frozenset(),
     S.FALSE_ALARM: frozenset(),
@@ -70,6 +71,8 @@ class CauseKind(StrEnum):
     """A node's runner ended, and no end of a rank is known."""
     NODE_LOST = "node_lost"
     """A node is silent, and a second witness misses it too."""
+    LOSS_NOT_FINITE = "loss_not_finite"
+    """Nothing died, but a rank's loss has been NaN or infinite for several steps."""
     NODE_SILENT = "node_silent"
     """None of the job's nodes can be seen: whether it trains is not known."""
 

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from agents.protocol.messages import AssignmentPhase
 from recovery.domain.fleet import FleetSnapshot, NodeHealth
-from recovery.domain.generations import FenceProof, GenerationView, ProofKind, RankView
+from recovery.domain.generations import NONFINITE_STEPS, FenceProof, GenerationView, ProofKind, RankView
 from recovery.domain.incident import TRANSITIONS, Incident, IncidentState
 from recovery.domain.instructions import Instruction, JobState, PreparePlan, RecordProof, RunPlan
 from recovery.domain.plan import CheckpointRef, RecoveryPlan
@@ -88,6 +88,7 @@ def violations_of_step(
     checkpoints: Sequence[CheckpointRef],
     fleet: FleetSnapshot,
     instructions: Sequence[Instruction],
+    sane_steps: int,
 ) -> tuple[Violation, ...]:
     """Rules of the moment of commit: the world as it is when instructions take effect, not as it was when decided."""
     found: list[Violation] = []
@@ -102,6 +103,7 @@ def violations_of_step(
                 found += _may_prepare(job, generations, plan)
                 found += _may_place(plan, fleet)
                 found += _may_resume(plan, generations, checkpoints)
+                found += _may_load(plan, generations, sane_steps)
     return tuple(found)
 
 
@@ -415,6 +417,26 @@ def _may_resume(
         rule="parent-is-on-the-lineage",
         sentence=f"{where} resumes from {plan.parent}, which is off the lineage of generation {tip.number}.",
     )
+
+
+def _may_load(plan: RecoveryPlan, generations: Sequence[GenerationView], sane_steps: int) -> Iterator[Violation]:
+    """Never again what a generation had loaded whose loss was lost soon after, nor what it saved once it was lost."""
+    if plan.parent is None:
+        return
+    for generation in generations:
+        lost = [rank.nonfinite_since for rank in generation.ranks if rank.nonfinite_count >= NONFINITE_STEPS]
+        first = min((step for step in lost if step is not None), default=None)
+        if first is None:
+            continue
+        loaded = generation.plan.parent == plan.parent and first - plan.parent.step <= sane_steps
+        saved = generation.number == plan.parent.generation and plan.parent.step >= first
+        if loaded or saved:
+            yield Violation(
+                rule="tainted-is-never-loaded",
+                sentence=f"Generation {plan.generation} of {plan.job} resumes from {plan.parent}, though the loss of "
+                f"generation {generation.number}, which {'had loaded' if loaded else 'saved'} it, was lost at step "
+                f"{first}.",
+            )
 
 
 # --- Words and small readings -------------------------------------------------------------------------------------

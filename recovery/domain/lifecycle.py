@@ -19,9 +19,10 @@ from recovery.domain.instructions import (
     RunPlan,
     StopGeneration,
 )
-from recovery.domain.lineage import NoCheckpoint, ParentChoice, choose_parent, reached_step
+from recovery.domain.lineage import NoCheckpoint
 from recovery.domain.placement import NoCapacity, choose_as_many, lost_nodes, possible_sizes, unseen_nodes
 from recovery.domain.plan import RecoveryPlan
+from recovery.domain.planning import parent_now
 from recovery.domain.rollout import endpoint_port, fingerprint_difference
 from recovery.domain.situation import Situation
 from recovery.domain.timeline import join_names
@@ -75,7 +76,7 @@ def _stop(situation: Situation, now: float) -> JobOutcome:
 def _place(situation: Situation, now: float) -> JobOutcome:
     """Plan a launch. A former one that was given up may have trained, unseen: then this one goes on from there."""
     job = situation.job
-    parent = _parent(situation)
+    parent = parent_now(situation)
     if isinstance(parent, NoCheckpoint):
         return _wait_for_checkpoint(situation, parent, now)
     placed = choose_as_many(
@@ -99,16 +100,9 @@ def _place(situation: Situation, now: float) -> JobOutcome:
         parent_reason=parent.reason if situation.generations else "first launch",
         placement_reason=placed.reason,
         lease=job.lease,
+        save_every=job.save_every,
     )
     return JobOutcome(instructions=(PreparePlan(plan=plan), MarkJob(job=job.id, state=JobState.PLACING)))
-
-
-def _parent(situation: Situation) -> ParentChoice | NoCheckpoint:
-    return choose_parent(
-        generations=situation.generations,
-        checkpoints=situation.checkpoints,
-        reached_step=reached_step(situation.generations),
-    )
 
 
 def _wait_for_checkpoint(situation: Situation, missing: NoCheckpoint, now: float) -> JobOutcome:
@@ -127,6 +121,8 @@ def _prepare(situation: Situation, now: float) -> JobOutcome:
     generation = _newest(situation)
     if generation is None or generation.wanted is AssignmentPhase.STOP:
         return JobOutcome(instructions=(MarkJob(job=situation.job.id, state=JobState.PENDING),))
+    if generation.run_ordered:  # by a database that was lost: this one was restored from an older backup
+        return JobOutcome(instructions=(MarkJob(job=situation.job.id, state=JobState.LAUNCHING),))
     if generation.failed_shares:
         share = generation.failed_shares[0]
         return _launch_failed(situation, f"{share.node}: {share.detail or share.reason}")
@@ -134,7 +130,7 @@ def _prepare(situation: Situation, now: float) -> JobOutcome:
     if blind or not generation.prepared or situation.unfenced_before(generation.number):
         overdue = now - situation.job.state_since > situation.policy.placing_s
         return _launch_failed(situation, "its nodes did not prepare in time") if overdue else JobOutcome()
-    best = _parent(situation)
+    best = parent_now(situation)
     if isinstance(best, NoCheckpoint) or best.parent != generation.plan.parent:
         why = "A former launch had trained more than was known. Planning again."
         mark = MarkJob(job=situation.job.id, state=JobState.PENDING, reason=why)

@@ -29,6 +29,7 @@ from recovery.domain.planning import is_stale, make_plan, parent_words, plan_afr
 from recovery.domain.rollout import endpoint_port, fingerprint_difference
 from recovery.domain.setbacks import (
     continuity_broken,
+    loss_lost,
     node_went_missing,
     past_deadline,
     preparation_failed,
@@ -46,7 +47,7 @@ def step(incident: Incident, situation: Situation, now: float) -> Outcome:
     """Return what is next. An outcome that equals its incident and carries nothing means: wait."""
     if incident.ended:
         return Outcome(incident=incident)
-    if situation.job.stop_wanted:
+    if situation.job.stop_wanted or situation.job.state is JobState.STOPPING:
         return cancel(incident, situation, now)
     if situation.command is not None:
         return obey(incident, situation, situation.command, now)
@@ -70,6 +71,9 @@ def _detected(incident: Incident, situation: Situation, now: float) -> Outcome:
         before = MarkJob(job=incident.job, state=JobState.RUNNING if trains else JobState.LAUNCHING)
         text = "No rank of the job died: nothing was done."
         return move(incident, S.FALSE_ALARM, situation, now, text, instructions=(before,))
+    if known.cause.kind is CauseKind.LOSS_NOT_FINITE:
+        lost = loss_lost(known, situation, broken, now)
+        return replace(lost, entries=(*told, *lost.entries))
     moved = move(
         known,
         S.STOPPING,
@@ -164,6 +168,8 @@ def _launching(incident: Incident, situation: Situation, now: float) -> Outcome:
     if situation.verdict is not None and situation.verdict.kind is VerdictKind.BROKEN:
         # Before anything else: what this generation saved must not become the next one's parent.
         return continuity_broken(incident, situation, generation, situation.verdict, now)
+    if generation.loss_lost:
+        return loss_lost(incident, situation, generation, now)
     failed = failure_of(generation)
     missing = missing_nodes(generation, situation, now)
     if missing:
@@ -190,6 +196,8 @@ def _verifying(incident: Incident, situation: Situation, now: float) -> Outcome:
     verdict = situation.verdict
     if verdict is not None and verdict.kind is VerdictKind.BROKEN:
         return continuity_broken(incident, situation, generation, verdict, now)
+    if generation.loss_lost:
+        return loss_lost(incident, situation, generation, now)
     failed = failure_of(generation)
     missing = missing_nodes(generation, situation, now)
     if missing:

@@ -63,6 +63,8 @@ class RecoveryPlan:
     placement_reason: str
     lease: LeaseLimits | None = None
     """Terms with which its runners begin; None: they keep no lease."""
+    save_every: str = ""
+    """Steps between saves, `auto`, or empty where the script decides."""
     fences: tuple[FenceProof, ...] = ()
     """What the order to run stood on: a proof for each node of each older generation. Filled in with that order."""
 

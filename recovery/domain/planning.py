@@ -40,16 +40,25 @@ def make_plan(incident: Incident, situation: Situation) -> RecoveryPlan | NoCapa
         parent_reason=parent.reason,
         placement_reason=placed.reason,
         lease=situation.job.lease,
+        save_every=situation.job.save_every,
     )
 
 
 def best_parent(incident: Incident, situation: Situation) -> ParentChoice | NoCheckpoint:
     """The checkpoint that the incident's next generation resumes from."""
+    return parent_now(situation, before_step=incident.roll_back_before)
+
+
+def parent_now(
+    situation: Situation, *, before_step: int | None = None, without: int | None = None
+) -> ParentChoice | NoCheckpoint:
+    """The checkpoint to resume from as things stand; `without` leaves out a generation that is being given up."""
     return choose_parent(
-        generations=situation.generations,
+        generations=tuple(g for g in situation.generations if g.number != without),
         checkpoints=situation.checkpoints,
+        trust=situation.trust,
         reached_step=reached_step(situation.generations),
-        before_step=incident.roll_back_before,
+        before_step=before_step,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from recovery.domain.incident import IncidentState
+from recovery.domain.trust import SANE_STEPS
 
 
 def _default_deadlines() -> dict[IncidentState, float]:
@@ -32,6 +33,8 @@ class Policy:
     max_plans: int = 12
     """Plans of one incident in all, also those that cost no rung (a busy port)."""
     max_rollbacks: int = 1
+    sane_steps: int = SANE_STEPS
+    """Steps that must go well after a save, or after a load, before its checkpoint is believed."""
     placing_s: float = 90.0
     launching_s: float = 180.0
     """Limits of a job's first launch."""

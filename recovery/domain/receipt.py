@@ -8,8 +8,9 @@ from recovery.domain.continuity import Verdict
 from recovery.domain.generations import FenceProof
 from recovery.domain.incident import Cause
 from recovery.domain.plan import CheckpointRef
+from recovery.domain.sample_ledger import SampleLedger
 
-RECEIPT_VERSION = 1
+RECEIPT_VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,4 +43,6 @@ class Receipt:
     """Relaunches that this recovery took: 1 if the first one held."""
     fences: tuple[FenceProof, ...]
     issued_at: float
+    samples: SampleLedger | None = None
+    """None: issued before there was a ledger."""
     receipt_version: int = RECEIPT_VERSION

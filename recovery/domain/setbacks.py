@@ -8,7 +8,7 @@ from recovery.domain.absences import MissingNode, hold_up_launch
 from recovery.domain.continuity import Verdict
 from recovery.domain.endings import make_receipt, recovered
 from recovery.domain.failures import culprits
-from recovery.domain.fences import next_lease_end
+from recovery.domain.fences import LEASE_SLACK_S, LEASE_WAIT_AT_MOST_S, next_lease_end
 from recovery.domain.generations import GenerationView
 from recovery.domain.incident import Incident, IncidentState
 from recovery.domain.instructions import (
@@ -16,18 +16,15 @@ from recovery.domain.instructions import (
     MarkContinuityBroken,
     PageOperator,
 )
-from recovery.domain.lineage import NoCheckpoint, choose_parent, reached_step
+from recovery.domain.lineage import NoCheckpoint
 from recovery.domain.moves import Outcome, escalate, live_generation, move, stop_all, wait_for_fence
 from recovery.domain.placement import unseen_nodes
+from recovery.domain.planning import parent_now
 from recovery.domain.situation import Situation
 from recovery.domain.timeline import Entry, EntryKind, join_names
+from recovery.domain.trust import came_again
 
 S = IncidentState
-
-LEASE_SLACK_S = 10.0
-"""After a lease's end, until its proof must be there: a few looks of the sweep."""
-LEASE_WAIT_AT_MOST_S = 300.0
-"""A lease that runs longer (that of a setup) is waited for too, but a human is told: he may know better."""
 
 
 def preparation_failed(incident: Incident, situation: Situation, generation: GenerationView, now: float) -> Outcome:
@@ -85,12 +82,7 @@ def continuity_broken(
     parent = generation.plan.parent
     further = None
     if parent is not None and incident.rollbacks < situation.policy.max_rollbacks:
-        further = choose_parent(
-            generations=tuple(g for g in situation.generations if g.number != generation.number),
-            checkpoints=situation.checkpoints,
-            reached_step=reached_step(situation.generations),
-            before_step=parent.step,
-        )
+        further = parent_now(situation, before_step=parent.step, without=generation.number)
     if parent is None or further is None or isinstance(further, NoCheckpoint):
         receipt = make_receipt(incident, situation, generation, verdict, now, state=S.ESCALATED)
         outcome = escalate(incident, situation, now, f"Continuity is broken: {why}. The job is stopped.")
@@ -111,6 +103,26 @@ def continuity_broken(
         f"Continuity is broken: {why}. Rolling back once, to before step {parent.step}.",
         instructions=(broken, *stops),
     )
+
+
+def loss_lost(incident: Incident, situation: Situation, generation: GenerationView, now: float) -> Outcome:
+    """The loss of a generation is not finite any more: roll back once, to what is known to be good, then page."""
+    policy = situation.policy
+    what = f"the loss of generation {generation.number} is not finite from step {generation.nonfinite_step} on"
+    stops = stop_all(situation, except_generation=None)
+    again = came_again(generation, situation.generations, sane_steps=policy.sane_steps)
+    if again or incident.rollbacks >= policy.max_rollbacks:
+        why = (
+            f"The loss was lost again: {what}; {again or 'this recovery has rolled back already'}. The job is stopped."
+        )
+        outcome = escalate(incident, situation, now, why)
+        verdict = situation.verdict
+        receipt = make_receipt(incident, situation, generation, verdict, now, state=S.ESCALATED) if verdict else None
+        issued = () if receipt is None else (IssueReceipt(receipt=receipt),)
+        return replace(outcome, instructions=(*stops, *issued, *outcome.instructions))
+    rolled = replace(incident, plan=None, run_ordered_at=None, first_step_at=None, rollbacks=incident.rollbacks + 1)
+    text = f"Training went wrong: {what}. Rolling back once, to the newest checkpoint that may be trusted."
+    return move(rolled, S.STOPPING, situation, now, text, instructions=stops)
 
 
 def past_deadline(incident: Incident, situation: Situation, now: float) -> Outcome:

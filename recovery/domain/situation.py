@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -11,6 +12,8 @@ from recovery.domain.generations import GenerationView
 from recovery.domain.instructions import JobState
 from recovery.domain.plan import CheckpointRef, LeaseLimits
 from recovery.domain.policy import Policy
+from recovery.domain.sample_ledger import SampleLedger
+from recovery.domain.trust import Trust
 from recovery.domain.witnesses import ProbeView
 
 
@@ -41,6 +44,8 @@ class JobView:
     """No rank finishes a step without all others."""
     lease: LeaseLimits = field(default_factory=LeaseLimits)
     """Terms that its next generation begins with."""
+    save_every: str = ""
+    """What its next generation is told of saving: steps, `auto`, or nothing where the script decides."""
     stop_wanted: bool = False
     launch_attempts: int = 0
     state_since: float = 0.0
@@ -65,11 +70,15 @@ class Situation:
     generations: tuple[GenerationView, ...]
     """All generations of the job, oldest first."""
     checkpoints: tuple[CheckpointRef, ...]
+    trust: Mapping[CheckpointRef, Trust]
+    """How far each of them may be trusted, as of now."""
     fresh: FreshIds
     policy: Policy = field(default_factory=Policy)
     verdict: Verdict | None = None
     """Computed by the shell with `continuity.judge` while a new generation trains."""
     caught_up_at: float | None = None
+    samples: SampleLedger | None = None
+    """The ledger of the new generation's line, once it has caught up, has ended, or is judged broken."""
     command: Command | None = None
     probes: tuple[ProbeView, ...] = ()
     """The newest answered look at each silent node by another node's agent."""

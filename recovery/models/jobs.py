@@ -32,6 +32,18 @@ class Job(models.Model):
     launch_attempts = models.IntegerField(default=0)
     version = models.BigIntegerField(default=0)
 
+    pinned = models.JSONField(default=list)
+    """Checkpoints that its ranks may not remove, as `<generation>:<step>`: the newest of each class of trust."""
+    save_request = models.IntegerField(default=0)
+    """Rises with each wish for a checkpoint now; its ranks save once for each number that they had not seen."""
+    save_requested_at = models.FloatField(null=True)
+    save_requested_by = models.CharField(max_length=150, blank=True)
+    save_request_reason = models.CharField(max_length=400, blank=True)
+    saves_failed = models.IntegerField(default=0)
+    saves_skipped = models.IntegerField(default=0)
+    last_good_paged_at = models.FloatField(null=True)
+    """When a human was told that the last good checkpoint is too old; None once there is a newer one."""
+
     class Meta:
         ordering = ("-submitted_at",)
 
@@ -119,6 +131,10 @@ class RankRow(models.Model):
     exit_code = models.IntegerField(null=True)
     signal = models.IntegerField(null=True)
     detail = models.TextField(blank=True)
+    nonfinite_since = models.IntegerField(null=True)
+    """First step of its present run of losses that are not finite."""
+    nonfinite_count = models.IntegerField(default=0)
+    nonfinite_at = models.FloatField(null=True)
 
     class Meta:
         ordering = ("generation", "rank")
@@ -140,11 +156,45 @@ class CheckpointRow(models.Model):
     save_time_s = models.FloatField(null=True)
     after_fence = models.BooleanField(default=False)
     """Written by a generation that was fenced already: never resumed from."""
+    blocked_s = models.FloatField(null=True)
+    """How long training stood still for it; None where the whole save did."""
+    integrity = models.CharField(max_length=20, default="complete")
+    """Of `recovery.domain.trust`, like `health`; both are kept with the sentence that says how it is known."""
+    integrity_at = models.FloatField(null=True)
+    integrity_reason = models.TextField(blank=True)
+    health = models.CharField(max_length=20, default="unknown")
+    health_at = models.FloatField(null=True)
+    health_reason = models.TextField(blank=True)
+    """With health `unknown`: why the steps after it did not make it clean; empty while that is still open."""
+    absolved_through = models.IntegerField(default=0)
+    """An operator's word: what generations up to this one did after loading it says nothing against it."""
 
     class Meta:
         ordering = ("job", "generation_number", "step")
         constraints = (
             models.UniqueConstraint(fields=("job", "generation_number", "step"), name="one_row_per_checkpoint"),
+        )
+
+
+class SaveTrouble(models.Model):
+    """A save that failed or was left out. Training went on, and the last good checkpoint stayed what it was."""
+
+    job = models.ForeignKey(Job, on_delete=models.CASCADE, related_name="save_troubles")
+    generation_number = models.IntegerField()
+    rank = models.IntegerField()
+    step = models.IntegerField()
+    kind = models.CharField(max_length=20)
+    """`failed` or `skipped`."""
+    attempt = models.IntegerField(default=1)
+    reason = models.TextField(blank=True)
+    at = models.FloatField()
+
+    class Meta:
+        ordering = ("-at", "-id")
+        constraints = (
+            models.UniqueConstraint(
+                fields=("job", "generation_number", "rank", "step", "kind", "attempt"), name="one_row_per_trouble"
+            ),
         )
 
 

@@ -44,6 +44,9 @@ from recovery.queries.nodes import (
 )
 from recovery.queries.overview import ControlPlane, Overview, overview
 from recovery.queries.page import Position
+from recovery.queries.samples import job_samples
+from recovery.queries.saving import JobSaving, job_saving
+from recovery.queries.step_split import SplitPart, StepTimeSplit, step_time_split
 
 __all__ = [
     "CheckpointView",
@@ -56,6 +59,7 @@ __all__ = [
     "IncidentSummary",
     "JobDetail",
     "JobMetrics",
+    "JobSaving",
     "JobSummary",
     "MetricPoint",
     "MetricSeries",
@@ -68,6 +72,8 @@ __all__ = [
     "ProbeLook",
     "ProofView",
     "ShareView",
+    "SplitPart",
+    "StepTimeSplit",
     "Timeline",
     "TimelineView",
     "UnseenNode",
@@ -82,9 +88,12 @@ __all__ = [
     "incident_timeline",
     "job_checkpoints",
     "job_metrics",
+    "job_samples",
+    "job_saving",
     "list_drills",
     "list_incidents",
     "list_jobs",
     "list_nodes",
     "overview",
+    "step_time_split",
 ]

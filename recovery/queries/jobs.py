@@ -128,6 +128,16 @@ class CheckpointView:
     save_time_s: float | None
     after_fence: bool
     """Written by a generation that was fenced already: never resumed from."""
+    blocked_s: float | None
+    """How long training stood still for it; None: for the whole save."""
+    integrity: str
+    """complete, rehashed, test_loaded or damaged; the reason says how that is known."""
+    integrity_reason: str
+    health: str
+    """unknown, clean, resumed_from or tainted."""
+    health_reason: str
+    pinned: bool
+    """The ranks may not remove it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +205,7 @@ def job_checkpoints(
     rows = CheckpointRow.objects.filter(job=find_job(job_id)).order_by("-generation_number", "-step")
     if after is not None:
         rows = rows.filter(Q(generation_number__lt=after[0]) | Q(generation_number=after[0], step__lt=after[1]))
-    return tuple(_checkpoint(row) for row in rows[:limit])
+    return tuple(_checkpoint(row) for row in rows.select_related("job")[:limit])
 
 
 def find_job(job_id: str) -> Job:
@@ -397,4 +407,10 @@ def _checkpoint(row: CheckpointRow) -> CheckpointView:
         saved_at=row.saved_at,
         save_time_s=row.save_time_s,
         after_fence=row.after_fence,
+        blocked_s=row.blocked_s,
+        integrity=row.integrity,
+        integrity_reason=row.integrity_reason,
+        health=row.health,
+        health_reason=row.health_reason,
+        pinned=f"{row.generation_number}:{row.step}" in row.job.pinned,
     )

@@ -31,6 +31,18 @@ class MetricPoint:
     span_start: int | None
     span_stop: int | None
     step_time_s: float | None
+    samples: int | None
+    """This rank's, as are tokens."""
+    tokens: int | None
+    parameter_norm: float | None
+    data_s: float | None
+    """Parts of the step; `checkpoint_s` is a save just before it. None: not measured."""
+    forward_backward_s: float | None
+    optimizer_s: float | None
+    wait_s: float | None
+    checkpoint_s: float | None
+    memory_bytes: int | None
+    gpu_memory_bytes: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,4 +178,14 @@ def _point(row: StepRow) -> MetricPoint:
         span_start=row.span_start,
         span_stop=row.span_stop,
         step_time_s=row.step_time_s,
+        samples=row.samples,
+        tokens=row.tokens,
+        parameter_norm=row.parameter_norm,
+        data_s=row.data_s,
+        forward_backward_s=row.forward_backward_s,
+        optimizer_s=row.optimizer_s,
+        wait_s=row.wait_s,
+        checkpoint_s=row.checkpoint_s,
+        memory_bytes=row.memory_bytes,
+        gpu_memory_bytes=row.gpu_memory_bytes,
     )

@@ -13,7 +13,7 @@ from recovery.domain.silence import Contact, ObserverView, Silence, judge_silenc
 from recovery.domain.timeline import join_names
 from recovery.errors import NotFound
 from recovery.fence_providers import configured_provider
-from recovery.models import FenceAction, IncidentRow, Job, Node, Probe, ShareRow
+from recovery.models import FenceAction, IncidentRow, Job, Node, Probe, ShareRow, Stray
 from recovery.proofs import unproven_on
 from recovery.queries.incidents import IncidentSummary, summarize_incidents
 from recovery.queries.moment import moment
@@ -38,7 +38,8 @@ class NodeState(StrEnum):
     READY = "ready"
     BUSY = "busy"
     HELD = "held"
-    """In contact and healthy, but its agent has not said yet that something which was fenced without it is gone."""
+    """In contact and healthy, but its agent has not said yet that something is gone which was fenced without it, or
+    which this database does not know."""
     CORDONED = "cordoned"
     UNHEALTHY = "unhealthy"
     UNKNOWN = "unknown"
@@ -178,12 +179,12 @@ class NodeDetail(NodeSummary):
 
 
 def list_nodes(*, limit: int | None = None, after_name: str = "", now: float | None = None) -> tuple[NodeSummary, ...]:
-    """Nodes by name, those after `after_name`; three queries."""
+    """Nodes by name, those after `after_name`; four queries."""
     now = moment(now)
     nodes = list(Node.objects.select_related("claimed_by").filter(name__gt=after_name).order_by("name")[:limit])
     observers = load_observers()
-    shares = _open_shares(nodes)
-    return tuple(NodeSummary(**_summary(node, observers, shares[node.pk], now)) for node in nodes)
+    shares, strays = _open_shares(nodes), _strays(nodes)
+    return tuple(NodeSummary(**_summary(node, observers, shares[node.pk], strays[node.pk], now)) for node in nodes)
 
 
 def get_node(name: str, *, now: float | None = None) -> NodeDetail:
@@ -193,7 +194,7 @@ def get_node(name: str, *, now: float | None = None) -> NodeDetail:
     if node is None:
         raise NotFound(f"There is no node {name}: it never joined under this name.")
     provider = configured_provider()
-    summary = _summary(node, load_observers(), _open_shares([node])[node.pk], now)
+    summary = _summary(node, load_observers(), _open_shares([node])[node.pk], _strays([node])[node.pk], now)
     return NodeDetail(
         **summary,
         hostname=str(node.facts.get("hostname", "")),
@@ -276,12 +277,22 @@ def _open_shares(nodes: Sequence[Node]) -> dict[int, list[ShareView]]:
     return found
 
 
+def _strays(nodes: Sequence[Node]) -> dict[int, list[ShareView]]:
+    """For each of these nodes, what it runs though the database, which is older, does not know it; one query."""
+    found: dict[int, list[ShareView]] = defaultdict(list)
+    for stray in Stray.objects.filter(node__in=nodes).select_related("job").order_by("job", "number"):
+        found[stray.node_id].append(
+            ShareView(job=stray.job_id, job_name=stray.job.name, generation=stray.number, proof=None)
+        )
+    return found
+
+
 def _incidents_of(node: Node) -> Sequence[IncidentRow]:
     jobs = Job.objects.filter(generations__shares__node=node).values("id")
     return list(IncidentRow.objects.select_related("job").filter(job__in=jobs).order_by("-opened_at")[:10])
 
 
-def state_of(node: Node, silence: Silence, unconfirmed: Sequence[ShareView]) -> tuple[NodeState, float | None, str]:
+def state_of(node: Node, silence: Silence, held_by: Sequence[ShareView]) -> tuple[NodeState, float | None, str]:
     """The node's state, since when (Unix seconds), and a sentence for why it is not ready."""
     if node.last_heard_at is None:
         return NodeState.NEVER_JOINED, node.joined_at, "Its agent has never connected."
@@ -301,20 +312,26 @@ def state_of(node: Node, silence: Silence, unconfirmed: Sequence[ShareView]) -> 
         return NodeState.UNHEALTHY, node.connected_since, node.unhealthy_reason
     if node.cordoned:
         return NodeState.CORDONED, node.connected_since, "Cordoned by an operator."
-    if unconfirmed:
-        names = join_names([f"generation {one.generation} of {one.job_name}" for one in unconfirmed])
+    if held_by:
+        names = join_names([f"generation {one.generation} of {one.job_name}" for one in held_by])
         return NodeState.HELD, node.connected_since, f"Its agent has not said yet that {names} is gone."
     if node.claimed_by_id is not None:
         return NodeState.BUSY, node.connected_since, ""
     return NodeState.READY, node.connected_since, ""
 
 
-def _summary(node: Node, observers: Sequence[ObserverView], shares: Sequence[ShareView], now: float) -> dict[str, Any]:
+def _summary(
+    node: Node,
+    observers: Sequence[ObserverView],
+    shares: Sequence[ShareView],
+    strays: Sequence[ShareView],
+    now: float,
+) -> dict[str, Any]:
     silence = judge_silence(
         last_heard_at=node.last_heard_at, observer=node.observer, observers=observers, now=now, limits=silence_limits()
     )
     unconfirmed = tuple(share for share in shares if share.proof is not None)
-    state, since, reason = state_of(node, silence, unconfirmed)
+    state, since, reason = state_of(node, silence, (*unconfirmed, *strays))
     facts: Mapping[str, Any] = node.facts
     gpus = tuple(_gpu(sample, now) for sample in node.gpus)
     return {
@@ -336,7 +353,7 @@ def _summary(node: Node, observers: Sequence[ObserverView], shares: Sequence[Sha
         "unhealthy_reason": node.unhealthy_reason,
         "quarantine_reason": node.quarantine_reason if node.quarantined_boot_id else "",
         "unconfirmed": unconfirmed,
-        "unproven": tuple(share for share in shares if share.proof is None),
+        "unproven": (*(share for share in shares if share.proof is None), *strays),
         "agent_version": node.agent_version,
         "gpu_model": str(facts.get("gpu_model", "")) or (gpus[0].name if gpus else ""),
         "gpus_expected": int(facts.get("gpu_count", 0)),

@@ -12,12 +12,13 @@ from django.conf import settings
 from django.db.models import Max
 
 from agents.protocol.messages import AssignmentPhase, Phase, SeenPhase
-from recovery.domain.continuity import ResumeRecord, StepRecord, Verdict, judge
+from recovery.domain.continuity import Verdict, VerdictKind, judge
 from recovery.domain.fleet import FleetSnapshot, NodeHealth, NodeView
 from recovery.domain.generations import FenceProof, GenerationView, LeaseLimits, RankView, ShareView
 from recovery.domain.incident import Incident
 from recovery.domain.instructions import JobState
 from recovery.domain.lineage import reference_generations
+from recovery.domain.loss_band import LOOK_BACK_STEPS
 from recovery.domain.plan import CheckpointRef, RecoveryPlan
 from recovery.domain.silence import (
     OBSERVER_GONE_AFTER_S,
@@ -28,6 +29,8 @@ from recovery.domain.silence import (
     judge_silence,
 )
 from recovery.domain.situation import Command, FreshIds, JobView, Situation
+from recovery.domain.step_records import ResumeRecord, StateProbe, StepRecord
+from recovery.domain.trust import Health, Integrity, Trust, appraise
 from recovery.domain.witnesses import ProbeView
 from recovery.ids import fresh_id
 from recovery.models import (
@@ -43,6 +46,8 @@ from recovery.models import (
     StepRow,
     Stray,
 )
+from recovery.store.samples import load_ledger
+from recovery.store.save_intervals import save_every
 from recovery.store.serialize import from_json
 
 CONTROL_PLANE = "control_plane"
@@ -73,6 +78,7 @@ def load_situation(
     """
     at = time.time() if now is None else now
     generations = load_generations(job)
+    trust = appraise(load_trust(job.pk), generations)
     situation = Situation(
         job=JobView(
             id=job.id,
@@ -82,18 +88,16 @@ def load_situation(
             ranks_per_node=job.spec["ranks_per_node"],
             synchronous=job.spec.get("synchronous", True),
             lease=lease_terms(job, generations),
+            # Planned with, and only then: what a fleet's failures say is not read for a job that trains.
+            save_every="" if job.state == JobState.RUNNING.value else save_every(job, now=at),
             stop_wanted=job.stop_wanted,
             launch_attempts=job.launch_attempts,
             state_since=job.state_since,
         ),
         fleet=fleet or load_fleet(at),
         generations=generations,
-        checkpoints=tuple(
-            CheckpointRef(generation=generation, step=step)
-            for generation, step in CheckpointRow.objects.filter(job=job, after_fence=False).values_list(
-                "generation_number", "step"
-            )
-        ),
+        checkpoints=tuple(trust),
+        trust=trust,
         fresh=FreshIds(plan_id=fresh_id("plan"), run_id=fresh_id("run"), generation=job.generation + 1),
         command=Command(command) if command else None,
         probes=load_probes(at),
@@ -104,7 +108,24 @@ def load_situation(
     if new is None or not new.run_ordered:
         return situation
     verdict, caught_up_at = _judge(job, incident, situation, new)
-    return Situation(**{**vars(situation), "verdict": verdict, "caught_up_at": caught_up_at})
+    over = verdict.caught_up or new.ended_well or verdict.kind is VerdictKind.BROKEN
+    samples = load_ledger(job, generations, generation=new.number) if over else None
+    return Situation(**{**vars(situation), "verdict": verdict, "caught_up_at": caught_up_at, "samples": samples})
+
+
+def load_trust(job_id: str) -> dict[CheckpointRef, Trust]:
+    """What the rows know of each checkpoint that may ever be resumed from; `trust.appraise` adds what follows."""
+    rows = CheckpointRow.objects.filter(job=job_id, after_fence=False)
+    return {
+        CheckpointRef(generation=row.generation_number, step=row.step): Trust(
+            integrity=Integrity(row.integrity),
+            integrity_reason=row.integrity_reason,
+            health=Health(row.health),
+            health_reason=row.health_reason,
+            absolved_through=row.absolved_through,
+        )
+        for row in rows
+    }
 
 
 def _node_counts(spec: dict[str, Any]) -> dict[str, Any]:
@@ -276,6 +297,9 @@ def _rank_view(row: RankRow) -> RankView:
         progress_seen_at=row.progress_seen_at,
         pace_s=row.pace_s,
         finished_step=row.finished_step,
+        nonfinite_since=row.nonfinite_since,
+        nonfinite_count=row.nonfinite_count,
+        nonfinite_at=row.nonfinite_at,
     )
 
 
@@ -294,8 +318,10 @@ def _judge(job: Job, incident: Incident, situation: Situation, new: GenerationVi
     for number in reference_generations(by_number, upto=new.number):
         older = by_number[number]
         if older.plan.world_size == new.plan.world_size:
-            # The parent's own step is read too: the first replayed span must follow it.
-            reference = {**_records(job, number, first=parent_step, last=last), **reference}
+            # The parent's own step is read too, since the first replayed span must follow it, and some before it.
+            # From where its loss was lost, an older generation is no measure of what it should be.
+            sound_to = last if older.nonfinite_step is None else min(last, older.nonfinite_step - 1)
+            reference = {**_records(job, number, first=parent_step - LOOK_BACK_STEPS, last=sound_to), **reference}
     verdict = judge(
         parent=new.plan.parent,
         world_size=new.plan.world_size,
@@ -324,6 +350,8 @@ def _records(job: Job, generation: int, *, first: int, last: int) -> dict[tuple[
             epoch=row.epoch,
             span_start=row.span_start,
             span_stop=row.span_stop,
+            indices_digest=row.indices_digest or None,
+            probe=StateProbe(digests=row.probe["digests"], unmoved=tuple(row.probe["unmoved"])) if row.probe else None,
         )
         for row in rows
     }

@@ -67,11 +67,19 @@ def write_world(folder: Path, world: World) -> None:
         (logs / f"rank-{rank}.beats").write_text("".join(f"{beat:.6f}\n" for beat in beats))
 
 
-def judge(folder: Path, world: World, *, exits: dict[int, float] | None = None) -> Audit:
+def shrunk_world() -> World:
+    """The same, but the new generation goes on with rank 0 alone."""
+    world = good_world()
+    del world[2, 1]
+    return world
+
+
+def judge(folder: Path, world: World, *, exits: dict[int, float] | None = None, new_world: int | None = None) -> Audit:
     write_world(folder, world)
     return audit(
         read_stories(folder, JOB),
         old=1,
         opened_at=FAULT + 0.1,
         exits={100: FAULT + 0.31, 101: FAULT} if exits is None else exits,
+        new_world=new_world,
     )

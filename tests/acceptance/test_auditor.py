@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from demo_check.auditor import Audit, audit, disagreements, read_stories
-from logged_worlds import FAULT, JOB, REACHED, SAVED, World, good_world, judge
+from logged_worlds import FAULT, JOB, REACHED, SAVED, World, good_world, judge, shrunk_world
 
 
 def receipt_of(found: Audit) -> dict[str, Any]:
@@ -184,3 +184,48 @@ def test_finds_a_verdict_that_the_logs_do_not_bear_out(tmp_path: Path) -> None:
     found = judge(tmp_path, world)
     claimed = receipt_of(dataclasses.replace(found, continuity="bit-equal"))
     assert [words for words in disagreements(found, claimed) if "continuity" in words]
+
+
+# --- A job that goes on with fewer ranks --------------------------------------------------------------------------
+
+
+def test_recomputes_a_recovery_on_fewer_ranks(tmp_path: Path) -> None:
+    found = judge(tmp_path, shrunk_world(), new_world=1)
+    assert found.wrong == ()
+    assert (found.continuity, found.steps_lost, found.steps_compared) == ("state-equal", 8, 8)
+    claimed = receipt_of(found)
+    claimed["verdict"]["steps_compared"] = 0
+    assert disagreements(found, claimed) == [], "the server compares no losses of other world sizes"
+    claimed["verdict"]["kind"] = "bit-equal"
+    assert len(disagreements(found, claimed)) == 1
+
+
+def lose_more_of_the_loss_than_dropout_does(world: World) -> None:
+    change_step(world, 2, 0, 30, loss_hex=(4.5).hex())
+
+
+def rewind_the_only_sampler(world: World) -> None:
+    change_step(world, 2, 0, 26, span_start=0, span_stop=8)
+
+
+@pytest.mark.parametrize(
+    ("plant", "words"),
+    [
+        (lose_more_of_the_loss_than_dropout_does, "over all ranks"),
+        (restart_the_schedule, "the scheduler was not restored"),
+        (rewind_the_only_sampler, "the sampler was not restored"),
+        (lose_a_digest_part, "the model was not restored"),
+    ],
+)
+def test_finds_what_is_wrong_on_fewer_ranks(tmp_path: Path, plant: Callable[[World], None], words: str) -> None:
+    world = shrunk_world()
+    plant(world)
+    found = judge(tmp_path, world, new_world=1)
+    assert any(words in wrong for wrong in found.wrong), found.wrong
+    assert found.continuity == "broken"
+
+
+def test_finds_a_job_that_did_not_shrink_as_told(tmp_path: Path) -> None:
+    words = "The ranks of the new generation are not those of the old one."
+    assert words in judge(tmp_path / "unasked", shrunk_world()).wrong
+    assert any("2 ranks, not 1" in wrong for wrong in judge(tmp_path / "as-before", good_world(), new_world=1).wrong)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chaos.scenarios import AFTER, BEFORE, ChaosSystem, Scenario, chaos_system, flush_redis, stop_redis
+from chaos.scenarios import AFTER, ChaosSystem, Scenario, chaos_system, stop_redis
 from demo_check.rest import RestError
 from demo_check.system import RunningSystem, steady_job, unix_seconds
 from playwright.sync_api import expect, sync_playwright
@@ -24,9 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 SHORT_JOB = Path(__file__).with_name("short_job.py")
 SCENARIOS = [
-    Scenario(name="the worker is killed before each save", failpoints=BEFORE),
     Scenario(name="the worker is killed after each save", failpoints=AFTER),
-    Scenario(name="Redis is flushed", disturb=flush_redis),
     Scenario(name="Redis is gone for 15 s", disturb=stop_redis(15)),
 ]
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from agents.faults.boot_clock import SECOND_NS, boottime_ns, this_boot
+from agents.boot_clock import SECOND_NS, boottime_ns, this_boot
 from agents.faults.kept_fault import KeptFault, KeptFile, KeptStep, ProcessName, kept_path
 from agents.faults.tombstone import wait_while_down
 from agents.supervisor.process_table import Process, read_process

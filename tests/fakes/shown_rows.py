@@ -257,6 +257,12 @@ def make_step(job: Job, generation: int, rank: int, step: int, at: float) -> Ste
         span_start=(step - 1) * 64,
         span_stop=step * 64,
         step_time_s=STEP_TIME_S + 0.02 * math.sin(step / 3) + (0.3 if step % 20 == 0 else 0.0),
+        samples=32,
+        data_s=0.03,
+        forward_backward_s=STEP_TIME_S - 0.08 + 0.02 * math.sin(step / 3) + (0.3 if step % 20 == 0 else 0.0),
+        optimizer_s=0.05,
+        checkpoint_s=0.31 if step % 20 == 1 else None,
+        memory_bytes=2_100_000_000 if step % 5 == 0 else None,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from agents.protocol.messages import (
@@ -18,6 +19,7 @@ from agents.protocol.messages import (
     RankResumed,
     RankStarted,
     SeenPhase,
+    StateProbe,
     StepReport,
     StepReports,
     StopProof,
@@ -125,7 +127,17 @@ class ToldFleet:
             ),
         )  # fmt: skip
 
-    def train(self, name: str, generation: int, rank: int, steps: range, *, shift: float = 0.0) -> None:
+    def train(
+        self,
+        name: str,
+        generation: int,
+        rank: int,
+        steps: range,
+        *,
+        shift: float = 0.0,
+        unmoved: Sequence[str] = (),
+    ) -> None:
+        """`unmoved`: parts that the first of the steps did not move, by its probe."""
         self.nodes[name].tell(
             StepReports(
                 job=self.job,
@@ -134,6 +146,7 @@ class ToldFleet:
                     StepReport(
                         rank=rank, step=s, at=time.time(), loss=5.0 / s + shift, learning_rate=1e-3, grad_norm=1.0,
                         span_start=8 * (s - 1), span_stop=8 * s,
+                        probe=StateProbe(digests={}, unmoved=list(unmoved)) if s == steps[0] else None,
                     )
                     for s in steps
                 ],

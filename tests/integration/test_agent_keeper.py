@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from agents.boot_clock import boottime_ns
 from agents.faults import keeper
-from agents.faults.boot_clock import boottime_ns
 from agents.faults.kept_fault import KeptFile, KeptStep
 from agents.faults.tombstone import read_tombstone, tombstone_path
 from tests.fakes.drilled_node import DrilledNode, state_of, wait_until

@@ -12,12 +12,14 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from agents.protocol.messages import AssignmentPhase, Heartbeat, LeaseTerms, Phase, RankPhase, SeenPhase
+from agents.protocol.messages import Assignment, AssignmentPhase, Heartbeat, LeaseTerms, Phase, RankPhase, SeenPhase
 from tests.fakes.agent_process import PROJECT, AgentProcess
 from tests.fakes.agent_server import FakeAgentServer
-from tests.integration.agent_lives import reports, run_generation, steps
+from tests.fakes.hung_files import hung_file
+from tests.integration.agent_lives import reports, run_generation, state_of, steps
 
 P = AssignmentPhase
 S = SeenPhase
@@ -45,7 +47,15 @@ def directory(agent: AgentProcess) -> Path:
 
 
 def contact_s(agent: AgentProcess) -> float:
-    return float(struct.unpack("<Q", (directory(agent) / "contact").read_bytes())[0]) / 1e9
+    return contact_in(directory(agent))
+
+
+def neighbour(agent: AgentProcess, phase: AssignmentPhase, *, port: int | None = None) -> Assignment:
+    return msgspec.structs.replace(agent.assignment(phase, port=port, lease=TERMS), job="job-2", plan_id="plan-of-2")
+
+
+def contact_in(run: Path) -> float:
+    return float(struct.unpack("<Q", (run / "contact").read_bytes())[0]) / 1e9
 
 
 def boottime_s() -> float:
@@ -130,6 +140,37 @@ async def test_a_restarted_agent_goes_on_with_the_lease(server: FakeAgentServer,
         if contact_s(agent) > before:
             break
     assert before < contact_s(agent) <= boottime_s()
+
+
+async def test_a_run_that_is_to_stop_gets_no_contact_and_its_neighbour_of_another_job_does(
+    server: FakeAgentServer, agent: AgentProcess, tmp_path: Path
+) -> None:
+    """What is fenced by another word than its own agent's stays ordered to stop: nothing may renew its lease."""
+    agent.more = ("--slots", "2")
+    with hung_file(tmp_path / "hung") as path:
+        await agent.start()
+        await run_generation(agent, lease=TERMS, STUB_HANG=str(path))
+        await server.until(lambda: 3 in steps(server))
+        server.order([agent.assignment(P.STOP), neighbour(agent, P.PREPARE)])
+        await server.until(lambda: [one for one in reports(server, S.PREPARED) if one.job == "job-2"])
+        port = reports(server, S.PREPARED)[-1].master_port
+        server.order([agent.assignment(P.STOP), neighbour(agent, P.RUN, port=port)])
+        await server.until(lambda: reports(server, S.STOPPING))
+        await server.until(lambda: [one for one in reports(server, S.RUNNING) if one.job == "job-2"])
+        stopping, healthy = directory(agent), agent.state / "runs/job-2/1"
+        stands, moves = contact_s(agent), contact_in(healthy)
+        beats = len(server.beats)
+        await server.until(lambda: len(server.beats) > beats + 4)
+        assert [pid for pid in agent.marked() if state_of(pid) == "D"], "or this says nothing"
+        assert contact_in(stopping) == stands
+        assert contact_in(healthy) > moves
+        # Not in its next life either, in which it finds both again.
+        await agent.kill()
+        await agent.start()
+        beats = len(server.beats)
+        await server.until(lambda: len(server.beats) > beats + 4)
+        assert contact_in(stopping) == stands
+        server.order([agent.assignment(P.STOP), neighbour(agent, P.STOP)])
 
 
 async def test_a_lease_belongs_to_the_account_of_the_ranks(

@@ -262,7 +262,7 @@ def test_only_joining_needs_no_credentials() -> None:
         if "security" not in operation
     ]
     assert open_operations == ["join_agent"]
-    assert len(operations(changing=True)) == 6
+    assert len(operations(changing=True)) == 7
 
 
 @pytest.mark.parametrize(("method", "address"), operations(changing=True) + operations(changing=False))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -81,11 +81,18 @@ def kill_and_fence(fleet: ToldFleet, job: Job, row: GenerationRow) -> IncidentRo
     return IncidentRow.objects.get(job=job)
 
 
-def replay(fleet: ToldFleet, job: Job, *, live: dict[str, str] | None = None, shift: float = 0.0) -> IncidentRow:
+def replay(
+    fleet: ToldFleet,
+    job: Job,
+    *,
+    live: dict[str, str] | None = None,
+    shift: float = 0.0,
+    unmoved: Sequence[str] = (),
+) -> IncidentRow:
     row = run_generation(fleet, job, 2)
     for rank, name in enumerate(row.plan["nodes"]):
         fleet.start(name, 2, rank, step=20, live=live)
-        fleet.train(name, 2, rank, range(21, 33), shift=shift)
+        fleet.train(name, 2, rank, range(21, 33), shift=shift, unmoved=unmoved)
     advance(job)
     advance(job)
     return IncidentRow.objects.get(job=job)
@@ -133,6 +140,14 @@ def test_forgotten_optimizer_rolls_back_once_and_then_pages(job: Job, fleet: Tol
     texts = " ".join(TimelineEntry.objects.values_list("text", flat=True))
     assert "the optimizer was not restored" in texts
     assert "Rolling back once" in texts
+
+
+def test_frozen_weights_are_named_though_digests_and_losses_are_equal(job: Job, fleet: ToldFleet) -> None:
+    row = running(fleet, job)
+    kill_and_fence(fleet, job, row)
+    incident = replay(fleet, job, unmoved=["model"])
+    assert incident.state == "escalated"
+    assert "the weights are frozen" in incident.receipt["verdict"]["findings"][0]
 
 
 def test_broken_continuity_without_older_checkpoint_pages_with_a_receipt(job: Job, fleet: ToldFleet) -> None:

@@ -76,4 +76,4 @@ def test_batch_that_fewer_ranks_cannot_share_is_refused_with_what_to_do(tmp_path
     with Generation(tmp_path, command, nodes=1, ranks_per_node=2) as generation:
         assert generation.runners[0].wait(timeout=60) == 1
         detail = generation.wait_event(0, "rank_exited")["detail"]
-    assert "A global batch of 9 cannot be split over 2 ranks: choose a multiple of the world size." in detail
+    assert "A global batch of 9 cannot be split evenly over 2 ranks: choose a multiple of the world size" in detail

@@ -162,10 +162,13 @@ def exit_code_after_freeze(pid: int, *, frozen_s: float) -> int:
 
 
 class FreezesWhenSaved(nn.Linear):
-    """Stops its process while its state is taken for a save, once it has seen enough steps."""
+    """Stops its process when its state is first taken after enough steps, which is for a save."""
+
+    stopped = False
 
     def state_dict(self, *arguments: Any, **options: Any) -> Any:  # type: ignore[override]
-        if self.bias.item() >= 4:
+        if self.bias.item() >= 4 and not self.stopped:
+            self.stopped = True
             os.kill(os.getpid(), signal.SIGSTOP)
         return super().state_dict(*arguments, **options)
 

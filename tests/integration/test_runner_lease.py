@@ -79,7 +79,7 @@ def test_thawed_rank_neither_reports_the_step_in_hand_nor_saves(tmp_path: Path, 
         if thawed == "runner and rank":
             os.kill(runner, signal.SIGCONT)
         os.kill(rank_1, signal.SIGCONT)
-        assert has_ended(rank_1, limit_s=2.0 if leased else 20.0)
+        assert has_ended(rank_1, limit_s=20.0)
         os.kill(runner, signal.SIGCONT)
         assert generation.runners[1].wait(timeout=20) != 0
         after = steps(generation, 1)

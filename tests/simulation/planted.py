@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from unittest import mock
 
-from recovery.domain import absences, lease
+from recovery.domain import absences, lease, trust
 from recovery.domain.generations import GenerationView
 
 PLANTS = {
@@ -14,6 +14,7 @@ PLANTS = {
     "no-lease-margin": "the server counts a lease without a margin for clocks and for the kill",
     "lease-without-stopped-peer": "a lease is believed to prove something although no rank of the job has stopped",
     "old-plan-accepted": "agents keep no record of generations and take whatever they are told",
+    "no-taint": "nothing that goes wrong after a load, or before a save, is held against a checkpoint",
     "one-witness": "a node's silence alone makes it lost",
 }
 
@@ -36,6 +37,8 @@ def planted(plant: str) -> Iterator[None]:
                 changes.enter_context(mock.patch.object(lease, "DRIFT", 0.0))
             case "lease-without-stopped-peer":
                 changes.enter_context(mock.patch.object(lease, "peer_stopped_at", lambda share, generation: 0.0))
+            case "no-taint":
+                changes.enter_context(mock.patch.object(trust, "_taint", lambda *told: ""))
             case "one-witness":
                 changes.enter_context(mock.patch.object(absences, "is_confirmed", bool))
         yield

@@ -212,6 +212,13 @@ class _Draft:
             case "mismatch":
                 self._put(kind, at=at, job=job.id, node=node, when=when)
 
+    def lose_losses(self, rng: random.Random) -> None:
+        """In one schedule of six, a job's loss is lost: in one generation, in two, or whenever it gets there."""
+        if rng.random() < 1 / 6:
+            job = rng.choice(self.jobs)
+            step = rng.randrange(1, job.total_steps + 1)
+            self._put("lose_loss", at=0.0, job=job.id, value=step, seconds=rng.choice((1, 1, 2, 99)))
+
     def _put(self, kind: str, **fields: object) -> None:
         self.events.append(Event(kind=kind, **fields))  # type: ignore[arg-type]
 
@@ -261,6 +268,7 @@ def make_schedule(seed: int, index: int) -> Schedule:
     draft = _Draft(rng=rng, jobs=jobs, nodes=nodes)
     for kind in rng.choices(list(_KINDS), weights=list(_KINDS.values()), k=rng.randrange(0, 13)):
         draft.add(kind)
+    draft.lose_losses(random.Random(f"{seed}:{index}:losses"))
     return Schedule(
         seed=seed,
         index=index,

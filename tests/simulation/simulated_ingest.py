@@ -11,13 +11,14 @@ from simulated_server import GenerationRow, JobRow, SimulatedServer
 from simulated_strays import SimulatedStrays
 from virtual_time import VirtualTime
 
-from agents.protocol.messages import AGENT_PROOFS, AssignmentPhase, Phase, SeenPhase
-from recovery.domain.continuity import StepRecord
+from agents.protocol.messages import AGENT_PROOFS, AssignmentPhase, Phase, ProofKind, SeenPhase
 from recovery.domain.detection import Fault
 from recovery.domain.fences import boot_proof
-from recovery.domain.generations import FenceProof, RankView
+from recovery.domain.generations import NONFINITE_STEPS, FenceProof, RankView
 from recovery.domain.instructions import JobState
 from recovery.domain.plan import CheckpointRef
+from recovery.domain.step_records import StepRecord
+from recovery.domain.trust import Nonfinite, fold_loss
 
 PACE_MEMORY = 0.98
 
@@ -56,10 +57,16 @@ class SimulatedIngest:
         kind, job_id, number, *rest = fact
         job = self.server.jobs[job_id]
         generation = job.generations.get(number)
-        if generation is None or node not in generation.shares:
+        known = generation is not None and node in generation.shares
+        if kind == "share" and known and generation is not None:
+            known = rest[0].plan.plan_id == generation.plan.plan_id
+        elif known:
+            known = (node, job_id, number) not in self.strays.reports
+        if generation is None or not known:
             if kind == "share":
                 self.strays.note(node, job_id, number, rest[0])
             return None
+        self._take_up(node, job, generation, kind, rest)
         if kind == "share":
             self._store_report(node, job, generation, rest[0])
         else:
@@ -70,12 +77,36 @@ class SimulatedIngest:
             return None
         return str(job_id)
 
+    def _take_up(self, node: str, job: JobRow, generation: GenerationRow, kind: str, rest: list[Any]) -> None:
+        """Ranks of a generation that these rows never ordered to run: a backup was restored that is older."""
+        report = rest[0] if kind == "share" else None
+        runs = report is not None and report.phase is SeenPhase.RUNNING
+        number = generation.plan.generation
+        if runs:
+            self.strays.forget(node, job.id, number)
+        tells = report is None or runs or report.proof not in (None, ProofKind.NEVER_STARTED)
+        waits = runs and generation.wanted is AssignmentPhase.PREPARE
+        if not tells or (generation.run_ordered and not waits):
+            return
+        if not generation.run_ordered:
+            generation.run_ordered = True
+            generation.plan = replace(generation.plan, lease=None)
+            job.adopted.add(number)
+        job.version += 1
+        if job.open_incident is not None:
+            job.open_incident.version += 1
+        newest = job.generation == number and job.behind_since is None
+        if waits and newest:
+            generation.wanted = AssignmentPhase.RUN
+            for name in generation.plan.nodes:
+                self.server.nodes[name].revision += 1
+                self.server.push(name)
+        generation.seen = self.server._fleet = None
+
     # --- Shares ---
 
     def _store_report(self, node: str, job: JobRow, generation: GenerationRow, report: Report) -> None:
         share = generation.shares[node]
-        if report.plan.plan_id != generation.plan.plan_id:
-            return
         stopped = report.phase is SeenPhase.STOPPED
         if share.proof is not None and share.confirmed and not stopped:
             return
@@ -141,8 +172,13 @@ class SimulatedIngest:
                     span_start=first_sample,
                     span_stop=first_sample + 8,
                 )
+                before = Nonfinite(since=view.nonfinite_since, count=view.nonfinite_count)
+                found = fold_loss(before, step=step, loss=loss, enough=NONFINITE_STEPS)
                 view = replace(
                     view,
+                    nonfinite_since=found.since,
+                    nonfinite_count=found.count,
+                    nonfinite_at=at if found.count == 1 else view.nonfinite_at,
                     first_step_at=view.first_step_at or at,
                     last_step=max(view.last_step or 0, step),
                     progress_at=max(at, view.progress_at or 0.0),

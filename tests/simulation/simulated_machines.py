@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from schedules import JobShape
 from simulated_agent import Key, SimulatedAgent
 from simulated_lease import KILL_WITHIN_S, LOOK_INTERVAL_S, NodeLease
-from simulated_training import Crash, SimulatedTraining
+from simulated_training import Crash, LostLoss, SimulatedTraining
 from virtual_time import VirtualTime
 
 from agents.protocol.messages import Phase as WirePhase
@@ -63,6 +63,8 @@ class JobFaults:
     late: set[CheckpointRef] = field(default_factory=set)
     """Those that were published after a newer generation had been ordered to run."""
     crashes: list[Crash] = field(default_factory=list)
+    lost_losses: list[LostLoss] = field(default_factory=list)
+    poisoned: set[CheckpointRef] = field(default_factory=set)
     breaks: list[str] = field(default_factory=list)
     exit_last: dict[int, int] = field(default_factory=dict)
 
@@ -126,6 +128,8 @@ class SimulatedMachines:
             rng=self.rng,
             around=self,
             crashes=faults.crashes,
+            lost_losses=faults.lost_losses,
+            poisoned=faults.poisoned,
             broken_part=faults.breaks.pop(0) if faults.breaks and plan.parent is not None else "",
             exit_last=faults.exit_last,
         )
@@ -135,6 +139,9 @@ class SimulatedMachines:
         if plan.parent in faults.late:
             sentence = f"Generation {key} resumes from {plan.parent}, written after a newer generation was to run."
             self.report(Violation(rule="late-checkpoint-is-never-chosen", sentence=sentence))
+        if plan.parent in faults.poisoned:
+            sentence = f"Generation {key} resumes from {plan.parent}, which holds what is no number."
+            self.report(Violation(rule="poisoned-is-never-loaded", sentence=sentence))
         self.trainings[key] = training
         return training
 

@@ -19,7 +19,7 @@ from virtual_time import VirtualTime
 
 from agents.protocol.messages import AssignmentPhase, ProofKind
 from recovery.domain.breaker import ControlPlaneIncident, rearm, step_breaker
-from recovery.domain.continuity import ResumeRecord, StepRecord, Verdict, judge
+from recovery.domain.continuity import Verdict, judge
 from recovery.domain.detection import Fault, find_fault
 from recovery.domain.fleet import FleetSnapshot, NodeHealth, NodeView
 from recovery.domain.generations import FenceProof, GenerationView, RankView, ShareView
@@ -54,6 +54,8 @@ from recovery.domain.policy import Policy
 from recovery.domain.receipt import Receipt
 from recovery.domain.silence import Contact, ObserverView, judge_silence
 from recovery.domain.situation import Command, FreshIds, JobView, Situation
+from recovery.domain.step_records import ResumeRecord, StepRecord
+from recovery.domain.trust import UNKNOWN, Health, Trust, appraise, judge_sanity
 from recovery.domain.witnesses import ProbeView
 
 POLICY = Policy(
@@ -71,6 +73,7 @@ POLICY = Policy(
     },
     placing_s=20.0,
     launching_s=25.0,
+    sane_steps=4,
 )
 """Shorter than in production: virtual seconds cost real ones."""
 
@@ -174,6 +177,7 @@ class JobRow:
     """An agent knows a newer generation than these rows: nothing is concluded before that is cleared up."""
     generations: dict[int, GenerationRow] = field(default_factory=dict)
     checkpoints: list[CheckpointRef] = field(default_factory=list)
+    clean: set[CheckpointRef] = field(default_factory=set)
     incidents: list[IncidentRow] = field(default_factory=list)
 
     @property
@@ -187,6 +191,18 @@ class JobRow:
     @property
     def ended(self) -> bool:
         return self.state in JOB_ENDS
+
+    def ledger(self) -> dict[CheckpointRef, Trust]:
+        """What the rows know of each checkpoint; the sweep has seen which ones were followed by sane steps."""
+        for ref in self.checkpoints:
+            row = self.generations.get(ref.generation)
+            if ref in self.clean or row is None:
+                continue
+            losses = {key: record.loss for key, record in row.steps.items()}
+            sanity = judge_sanity(ref.step, losses=losses, world_size=row.plan.world_size, sane_steps=POLICY.sane_steps)
+            if sanity.sane:
+                self.clean.add(ref)
+        return {ref: Trust(health=Health.CLEAN) if ref in self.clean else UNKNOWN for ref in self.checkpoints}
 
 
 @dataclass
@@ -296,6 +312,7 @@ class SimulatedServer:
 
     def situation(self, job: JobRow, row: IncidentRow | None) -> Situation:
         self._plans += 1
+        generations = tuple(self._seen(generation, row) for generation in job.generations.values())
         situation = Situation(
             job=JobView(
                 id=job.id,
@@ -310,8 +327,9 @@ class SimulatedServer:
                 state_since=job.state_since,
             ),
             fleet=self.fleet(),
-            generations=tuple(self._seen(generation, row) for generation in job.generations.values()),
+            generations=generations,
             checkpoints=tuple(job.checkpoints),
+            trust=appraise(job.ledger(), generations, sane_steps=POLICY.sane_steps),
             fresh=FreshIds(plan_id=f"plan-{self._plans}", run_id=f"run-{self._plans}", generation=job.generation + 1),
             policy=POLICY,
             command=row.command if row else None,
@@ -336,8 +354,10 @@ class SimulatedServer:
         for number in reference_generations(views, upto=new.plan.generation):
             if views[number].plan.world_size != new.plan.world_size:
                 continue
+            lost_at = views[number].nonfinite_step
             for key, record in job.generations[number].steps.items():
-                reference.setdefault(key, record)
+                if lost_at is None or key[1] < lost_at:
+                    reference.setdefault(key, record)
         verdict = judge(
             parent=new.plan.parent,
             world_size=new.plan.world_size,
@@ -475,6 +495,7 @@ class SimulatedServer:
             checkpoints=job.checkpoints,
             fleet=self.fleet(),
             instructions=instructions,
+            sane_steps=POLICY.sane_steps,
         ):
             self.report(violation)
         for instruction in instructions:
@@ -662,7 +683,8 @@ class SimulatedServer:
             )
         )
         job.version += 1
-        self._mark(job, JobState.RECOVERING, "")
+        if job.state is not JobState.STOPPING:
+            self._mark(job, JobState.RECOVERING, "")
         self.check(job)
         self.announce(job.id, IncidentState.DETECTED.value)
 

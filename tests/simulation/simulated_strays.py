@@ -39,10 +39,27 @@ class SimulatedStrays:
         """Remember, or forget, what a node says of a generation that is not known here."""
         if report.phase in _ALIVE:
             self.reports[node, job, number] = report
+            self._hold_if_number_is_taken(self.server.jobs[job], number, report)
             self.server.nodes[node].revision += 1
             self.server.push(node)
-        else:
-            self.reports.pop((node, job, number), None)
+            return
+        known = self.reports.get((node, job, number))
+        if known is not None and known.plan.plan_id == report.plan.plan_id:
+            del self.reports[node, job, number]
+
+    def forget(self, node: str, job: str, number: int) -> None:
+        """A node runs what is known by this number, so that it runs no other plan of it."""
+        if self.reports.pop((node, job, number), None) is not None:
+            self.server.nodes[node].revision += 1
+            self.server.push(node)
+
+    def _hold_if_number_is_taken(self, job: JobRow, number: int, report: Report) -> None:
+        """These rows have given a number out once more: launch nothing before the plan that had it first is gone."""
+        rival = job.generations.get(number)
+        taken = rival is not None and rival.plan.plan_id != report.plan.plan_id
+        superseded = any(row.run_ordered for newer, row in job.generations.items() if newer > number)
+        if taken and not superseded and not job.ended:
+            job.behind_since = job.behind_since or self.time.now
 
     def by_node(self) -> dict[str, str]:
         """Nodes that nothing else may be placed on."""

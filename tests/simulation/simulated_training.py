@@ -6,6 +6,7 @@ finish the step that it has in hand, from what the others had sent before.
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -57,6 +58,14 @@ class Crash:
 
 
 @dataclass
+class LostLoss:
+    """A fault of script, data or hardware: the loss of so many generations is not finite from this step on."""
+
+    step: int
+    times: int
+
+
+@dataclass
 class SimulatedTraining:
     plan: RecoveryPlan
     shape: JobShape
@@ -64,6 +73,9 @@ class SimulatedTraining:
     rng: random.Random
     around: Surroundings
     crashes: list[Crash]
+    lost_losses: list[LostLoss]
+    poisoned: set[CheckpointRef]
+    """Checkpoints that hold what is no number: whoever loads one has lost its loss from the first step on."""
     broken_part: str = ""
     """What this generation fails to restore; empty for a sound resume."""
     exit_last: dict[int, int] = field(default_factory=dict)
@@ -82,6 +94,8 @@ class SimulatedTraining:
     """Frozen nodes that can finish what they had begun without a further word from the others."""
     ahead: set[str] = field(default_factory=set)
     """Nodes that have finished the step which the others still have to make."""
+    lost: bool = False
+    """Its loss is not finite any more."""
     _waiting: Action | None = None
 
     @property
@@ -146,6 +160,7 @@ class SimulatedTraining:
                 return
         if not self._may_all_act():
             return
+        self._lose_loss(step)
         self.step = step
         for node in self.plan.nodes:
             if node not in self.ahead:
@@ -163,9 +178,17 @@ class SimulatedTraining:
             self._tell(rank, "step", rank, step, *self._record(rank, step))
         self.around.acted(self.key, node, f"made step {step}")
 
+    def _lose_loss(self, step: int) -> None:
+        if self.plan.parent in self.poisoned:
+            self.lost = True
+        for fault in self.lost_losses:
+            if not self.lost and step >= fault.step and fault.times > 0:
+                fault.times -= 1
+                self.lost = True
+
     def _record(self, rank: int, step: int) -> tuple[float, float, int]:
         """Loss, learning rate and first sample of a step: a function of the step, unless something was not restored."""
-        loss = 4.0 / (1.0 + 0.1 * step) + 0.001 * rank
+        loss = math.nan if self.lost else 4.0 / (1.0 + 0.1 * step) + 0.001 * rank
         learning_rate = 1e-3 * 0.99**step
         first_sample = (step - 1) * 8
         if self.broken_part == "loss":
@@ -193,6 +216,8 @@ class SimulatedTraining:
             self._evaluated()
 
     def _put_manifest(self) -> None:
+        if self.lost:
+            self.poisoned.add(CheckpointRef(generation=self.plan.generation, step=self.step))
         self.around.published(CheckpointRef(generation=self.plan.generation, step=self.step), self.plan.job)
         self._tell(0, "saved", self.step)
         self.around.acted(self.key, self.plan.nodes[0], f"published the checkpoint of step {self.step}")

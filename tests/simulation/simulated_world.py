@@ -15,7 +15,7 @@ from simulated_ingest import SimulatedIngest
 from simulated_machines import JobFaults, Machine, SimulatedMachines
 from simulated_server import SWEEP_S, JobRow, NodeRow, SimulatedServer
 from simulated_strays import CONCLUDES_AFTER_S, SimulatedStrays
-from simulated_training import Crash
+from simulated_training import Crash, LostLoss
 from simulated_web import BEAT_S, Caller, SimulatedWeb
 from truth import Truth
 from virtual_time import VirtualTime
@@ -331,6 +331,9 @@ class SimulatedWorld:
             case "crash_at_step":
                 crash = Crash(rank=event.rank, step=event.value, times=int(event.seconds))
                 self.machines.jobs[event.job].crashes.append(crash)
+            case "lose_loss":
+                lost = LostLoss(step=event.value, times=int(event.seconds))
+                self.machines.jobs[event.job].lost_losses.append(lost)
             case "break_continuity":
                 self.machines.jobs[event.job].breaks += [event.text] * event.value
             case "exit_last":
@@ -615,7 +618,10 @@ class SimulatedWorld:
     def _push(self, node: str) -> None:
         """Send a node its orders as they are now; they may be late, twice or lost, and are sent again while it lags."""
         agent, noise = self.agents[node], self.schedule.noise if not self.calm else 0.0
-        if not agent.connected or not (self.web.listens and self.server.database_up):
+        if not agent.connected:
+            return
+        if not (self.web.listens and self.server.database_up):
+            self._push_again(node)  # it looks each second at what its sockets should have been told
             return
         # Copies are taken when they are sent, so that a late one tells what was wanted then.
         order = self.server.order_for(node)
@@ -639,12 +645,8 @@ class SimulatedWorld:
     def _repush(self, node: str) -> None:
         self.repushing.discard(node)
         agent = self.agents[node]
-        if not agent.connected or agent.revision >= self.server.nodes[node].revision:
-            return
-        if self.web.listens and self.server.database_up:
+        if agent.revision < self.server.nodes[node].revision:
             self._push(node)
-        else:
-            self._push_again(node)
 
     def deliver(self, node: str, seq: int, fact: Fact) -> None:
         """A durable message has arrived: taken if it is new, else a repeat; without a database it comes again later."""

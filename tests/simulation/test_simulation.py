@@ -47,6 +47,7 @@ PLANTED = {
     "no-lease-margin": ("lease-proof-is-true", 1, 37),
     "lease-without-stopped-peer": ("lease-proof-is-true", 1, 27),
     "old-plan-accepted": ("one-generation-alive", 1, 13),
+    "no-taint": ("tainted-is-never-loaded", 1, 10),
     "one-witness": ("healthy-jobs-are-left-alone", 1, 107),
 }
 """The rule that a bug breaks, and the seed and index of a schedule in which it soon does."""

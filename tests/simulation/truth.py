@@ -85,8 +85,9 @@ class Truth:
         launch = row is None or row.incident.state in (IncidentState.LAUNCHING, IncidentState.VERIFYING)
         overdue = launch and not generation.stepping and self._is_overdue(row, situation)
         asked = situation.command is not None or (row is not None and IncidentState.PAUSED in row.states)
+        lost = generation.loss_lost
         retried = row is not None and IncidentState.ESCALATED in row.states
-        return job.stop_wanted or ended or broken or died or never_ran or proven or overdue or asked or retried
+        return job.stop_wanted or ended or broken or died or never_ran or proven or overdue or asked or retried or lost
 
     def _is_overdue(self, row: IncidentRow | None, situation: Situation) -> bool:
         if row is None:

@@ -44,9 +44,18 @@ FAULTS = {
 
 
 def check_recovered(
-    system: RunningSystem, witness: Witness, kind: str, *, result: dict[str, Any], tell: Callable[[str], None]
+    system: RunningSystem,
+    witness: Witness,
+    kind: str,
+    *,
+    result: dict[str, Any],
+    tell: Callable[[str], None],
+    new_world: int | None = None,
 ) -> list[str]:
-    """One drill from the order to a node that is a spare again. Fills `result`; returns what is wrong."""
+    """One drill from the order to a node that is a spare again. Fills `result`; returns what is wrong.
+
+    `new_world`: with how many ranks the job has to go on, where there is no spare.
+    """
     fault = FAULTS[kind]
     # With an older checkpoint beneath it, broken continuity is rolled back once, is broken again, and pages a person.
     job = steady_job(system, least_saved_step=LEAST_SAVED_STEP)
@@ -68,7 +77,7 @@ def check_recovered(
         errors += _await_return(system, drill["node"])
     _print_story(system, incident)
     result |= {"drill_kind": kind, "state": incident["state"], "drill": drill["state"]}
-    errors += _judge(system, witness, fault, drill=drill, incident=incident, result=result)
+    errors += _judge(system, witness, fault, drill=drill, incident=incident, result=result, new_world=new_world)
     return errors
 
 
@@ -149,6 +158,7 @@ def _judge(
     drill: dict[str, Any],
     incident: dict[str, Any],
     result: dict[str, Any],
+    new_world: int | None,
 ) -> list[str]:
     """Everything that is wrong, from the ranks' own logs first, then from the server's words."""
     opened_at = unix_seconds(incident["opened_at"])
@@ -168,6 +178,7 @@ def _judge(
         hit=drill["rank"] if fault.silent else None,
         mark=fault.mark,
         fences=fences,
+        new_world=new_world,
     )
     result |= _numbers(found)
     errors += found.wrong

@@ -7,6 +7,7 @@ import os
 import select
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 SCAN_INTERVAL_S = 0.05
@@ -82,6 +83,17 @@ class Witness:
 def marked_processes(job: str, generation: int) -> list[int]:
     """Live processes whose environment carries the mark of a generation."""
     return _processes(f"EVERSTEP_MARK={job}:{generation}:".encode())
+
+
+def world_size_of(pids: Iterable[int]) -> set[int]:
+    """The world sizes that living ranks were started with; children that they left behind have it from them."""
+    name = b"WORLD_SIZE="
+    return {
+        int(word.removeprefix(name))
+        for pid in pids
+        for word in _content(pid, "environ").split(b"\0")
+        if word.startswith(name)
+    }
 
 
 def processes_of(home: Path) -> dict[int, str]:

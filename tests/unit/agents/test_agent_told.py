@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from agents.protocol.messages import (
+    CheckpointRehashed,
     CheckpointSaved,
     Phase,
     ProbeOutcome,
@@ -14,6 +15,8 @@ from agents.protocol.messages import (
     RankPhase,
     RankResumed,
     RankStarted,
+    SaveInTrouble,
+    SaveTroubleKind,
     StepReport,
     StepReports,
 )
@@ -25,11 +28,20 @@ STORY = (
     RankPhase(job="j", generation=2, rank=1, phase=Phase.STEP, at=2.5),
     StepReports(job="j", generation=2, steps=[StepReport(rank=1, step=n, at=3.0) for n in (21, 22)]),
     CheckpointSaved(job="j", generation=2, step=22, at=3.0, directory="d", size_bytes=1, world_size=2),
+    CheckpointRehashed(job="j", generation=2, rank=0, step=22, at=3.5, ok=True),
+    SaveInTrouble(job="j", generation=2, rank=1, step=30, at=3.6, kind=SaveTroubleKind.FAILED, attempt=2),
     RankFinished(job="j", generation=2, rank=1, step=22, at=4.0),
     RankExited(job="j", generation=2, rank=1, pid=77, at=5.0, exit_code=0),
 )
 WHOLE = ToldGeneration(
-    started={1: 77}, resumed={1: 20}, step={1: 22}, saved=22, phase={1: 2.5}, finished={1: 22}, exited={1}
+    started={1: 77},
+    resumed={1: 20},
+    step={1: 22},
+    saved=22,
+    save_notes=["rehashed:0:22:True", "failed:1:30:2"],
+    phase={1: 2.5},
+    finished={1: 22},
+    exited={1},
 )
 
 

@@ -28,3 +28,8 @@ def test_query_of_the_url_goes_to_libpq_and_wins() -> None:
     options = _database("postgresql://db/runs?sslmode=verify-full&connect_timeout=2&options=")["OPTIONS"]
     assert options["sslmode"] == "verify-full"
     assert options["connect_timeout"] == "2"
+    assert options["options"] == "", "a pooler may refuse them"
+
+
+def test_what_is_stored_stays_stored_whatever_the_servers_default() -> None:
+    assert "synchronous_commit=on" in _database("postgresql://db/runs")["OPTIONS"]["options"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from agents.faults.boot_clock import boottime_ns, this_boot
+from agents.boot_clock import boottime_ns, this_boot
 from agents.faults.drill_record import DrillRecord, DrillStep, DrillStore
 from agents.faults.faults import Faults
 from agents.faults.kept_fault import KeptFault, KeptFile, KeptStep, ProcessName, held_alone, kept_path

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from agents.boot_clock import boottime_ns, this_boot
 from agents.faults import tombstone
-from agents.faults.boot_clock import boottime_ns, this_boot
 from agents.faults.tombstone import (
     Tombstone,
     read_tombstone,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -26,6 +27,8 @@ def _strategy(info: msgspec.inspect.Type) -> st.SearchStrategy[Any]:
             return st.integers(-(2**63) if lowest is None else lowest, 2**63 - 1)
         case msgspec.inspect.FloatType():
             return st.floats(allow_nan=False)
+        case msgspec.inspect.StrType(pattern=str(pattern)):
+            return st.from_regex(re.compile(pattern, re.ASCII), fullmatch=True)
         case msgspec.inspect.StrType(min_length=shortest, max_length=longest):
             return st.text(min_size=shortest or 0, max_size=min(longest or 40, 40))
         case msgspec.inspect.NoneType():

@@ -14,6 +14,7 @@ from agents.sensors.rank_reports import (
     FinishedSaid,
     PhaseSaid,
     PokeSaid,
+    ProbeSaid,
     ResumedSaid,
     SavedSaid,
     StepSaid,
@@ -31,6 +32,10 @@ def said(**changes: object) -> object:
 
 def test_reads_every_kind() -> None:
     assert said() == StepSaid(job="j", generation=1, rank=0, at=1.5, step=3, loss=0.25)
+    probed = said(probe={"digests": {"model": "aa"}, "unmoved": ["model"]})
+    assert isinstance(probed, StepSaid) and probed.probe == ProbeSaid(digests={"model": "aa"}, unmoved=["model"])
+    assert said(probe={"digests": {"model": 3}}) is None
+    assert said(probe={"digests": {}, "unmoved": ["part"] * 65}) is None
     assert isinstance(said(kind="resumed", saved_digest={"model": "aa"}, live_digest={}), ResumedSaid)
     assert isinstance(said(kind="saved", directory="d", size_bytes=1, world_size=2), SavedSaid)
     assert isinstance(said(kind="finished"), FinishedSaid)
@@ -102,3 +107,24 @@ def test_log_lines_need_no_job_and_other_lines_are_passed_over() -> None:
         job="mine", generation=1, rank=0, at=1.5, step=3, loss=0.25
     )
     assert parse_log_line(json.dumps({**line, "kind": "start", "cmd": "x"}).encode(), job="mine") is None
+
+
+NUMBERS = {
+    "epoch_size": 60, "indices_digest": "00ffee1234567890", "order_digest": "00ffee1234567890", "samples": 4,
+    "tokens": 4096, "parameter_norm": 31.5, "data_s": 0.01, "forward_backward_s": 0.2, "optimizer_s": 0.03,
+    "wait_s": 0.04, "checkpoint_s": 0.5, "memory_bytes": 2**40, "gpu_memory_bytes": 2**37,
+}  # fmt: skip
+
+
+def test_step_brings_its_samples_its_split_and_its_memory_and_may_leave_them_out() -> None:
+    report = said(**NUMBERS)
+    assert isinstance(report, StepSaid)
+    assert {name: getattr(report, name) for name in NUMBERS} == NUMBERS
+    older = said()
+    assert isinstance(older, StepSaid)
+    assert all(getattr(older, name) is None for name in NUMBERS)
+
+
+@pytest.mark.parametrize("digest", ["", "00FFEE1234567890", "0" * 15, "0" * 17, 7, "zz00000000000000"])
+def test_checksum_that_is_none_is_dropped_with_its_report(digest: object) -> None:
+    assert said(indices_digest=digest) is None

@@ -2,8 +2,31 @@
 
 from __future__ import annotations
 
-from agents.protocol.messages import CheckpointSaved, Message, Phase, RankFinished, RankPhase, RankResumed, StepReports
-from agents.sensors.rank_reports import FinishedSaid, PhaseSaid, ResumedSaid, SavedSaid, StepSaid
+from typing import Any
+
+from agents.protocol.messages import (
+    CheckpointRehashed,
+    CheckpointSaved,
+    Message,
+    Phase,
+    RankFinished,
+    RankPhase,
+    RankResumed,
+    SaveInTrouble,
+    SaveTroubleKind,
+    StateProbe,
+    StepReport,
+    StepReports,
+)
+from agents.sensors.rank_reports import (
+    FinishedSaid,
+    PhaseSaid,
+    ProbeSaid,
+    ResumedSaid,
+    SavedSaid,
+    StepSaid,
+    parse_report,
+)
 from agents.supervisor.intake import Intake
 from agents.told import Told
 
@@ -125,3 +148,59 @@ async def test_a_new_life_tells_nothing_that_the_earlier_one_has_told() -> None:
     second.take(step(3))
     second.flush()
     assert [report.step for message in again if isinstance(message, StepReports) for report in message.steps] == [3]
+
+
+async def test_passes_on_once_what_a_rank_says_of_a_save_beside_its_success() -> None:
+    told: list[Message] = []
+    remembered = Told()
+    words = [
+        b'{"kind":"rehashed","job":"j","generation":1,"rank":0,"at":2.0,"step":20,"ok":true}',
+        b'{"kind":"save_failed","job":"j","generation":1,"rank":1,"at":3.0,"step":40,"attempt":2,"reason":"ENOSPC"}',
+        b'{"kind":"save_skipped","job":"j","generation":1,"rank":0,"at":4.0,"step":60,"reason":"busy"}',
+    ]
+    for _ in range(2):  # by datagram and by log, also in the agent's next life
+        taken = Intake(
+            job="j",
+            generation=1,
+            ranks=range(2),
+            emit=lambda message: (told.append(message), remembered.take(message))[0],
+            progressed=lambda rank: None,
+            told=remembered.of("j", 1),
+        )
+        for word in words * 2:
+            said = parse_report(word)
+            assert said is not None
+            assert taken.take(said)  # type: ignore[arg-type]
+    base = {"job": "j", "generation": 1}
+    assert told == [
+        CheckpointRehashed(rank=0, step=20, at=2.0, ok=True, **base),
+        SaveInTrouble(rank=1, step=40, at=3.0, kind=SaveTroubleKind.FAILED, attempt=2, reason="ENOSPC", **base),
+        SaveInTrouble(rank=0, step=60, at=4.0, kind=SaveTroubleKind.SKIPPED, reason="busy", **base),
+    ]
+
+
+async def test_every_number_of_a_step_is_passed_on() -> None:
+    told: list[Message] = []
+    taken = intake(told)
+    fields = {
+        name: kind for name, kind in StepReport.__annotations__.items() if name not in ("rank", "step", "at", "probe")
+    }
+    numbers: dict[str, Any] = {
+        name: f"{number:016x}" if "Digest64" in str(kind) else 10 + number
+        for number, (name, kind) in enumerate(fields.items())
+    }
+    taken.take(StepSaid(job="j", generation=1, rank=0, at=1.0, step=1, **numbers))
+    taken.flush()
+    reports = [report for message in told if isinstance(message, StepReports) for report in message.steps]
+    assert [{name: getattr(report, name) for name in numbers} for report in reports] == [numbers]
+
+
+async def test_look_at_the_state_is_passed_on_with_its_step() -> None:
+    told: list[Message] = []
+    taken = intake(told)
+    probe = ProbeSaid(digests={"model": "aa"}, unmoved=["model"])
+    taken.take(StepSaid(job="j", generation=1, rank=0, at=1.0, step=1, probe=probe))
+    taken.take(step(2))
+    taken.flush()
+    reports = [report for message in told if isinstance(message, StepReports) for report in message.steps]
+    assert [report.probe for report in reports] == [StateProbe(digests={"model": "aa"}, unmoved=["model"]), None]

@@ -19,6 +19,7 @@ from recovery.domain.incident import CauseKind, IncidentState
 from recovery.domain.instructions import JobState
 from recovery.domain.silence import Contact
 from recovery.domain.timeline import EntryKind
+from recovery.domain.trust import Health, Integrity
 from recovery.domain.witnesses import WitnessKind
 from recovery.queries import NodeState
 
@@ -41,6 +42,8 @@ TEMPLATES = Path(__file__).resolve().parents[4] / "templates"
         ("drill_kind", KINDS),
         ("promise", PromiseKind),
         ("verdict", VerdictKind),
+        ("integrity", Integrity),
+        ("trust", Health),
     ],
 )
 def test_every_state_has_a_look_of_its_own(kind: str, states: Iterable[str]) -> None:

@@ -17,7 +17,7 @@ from everstep.checkpoint.manifest import (
     record_lineage,
     write_manifest,
 )
-from everstep.checkpoint.retention import choose_expired, remove_expired
+from everstep.checkpoint.retention import PINNED, choose_expired, pinned_by_server, remove_expired
 from everstep.errors import CheckpointDamaged, CheckpointMissing
 
 
@@ -153,3 +153,28 @@ def test_removal_takes_left_overs_of_killed_saves_along(tmp_path: Path) -> None:
 def test_refuses_a_name_that_is_not_generation_and_step(text: str) -> None:
     with pytest.raises(CheckpointMissing, match="generation"):
         CheckpointName.parse(text)
+
+
+def test_what_the_server_has_pinned_stays_whatever_its_age() -> None:
+    manifests = [manifest(f"1:{step}") for step in range(0, 60, 10)]
+    expired = choose_expired(manifests, generation=1, parent=None, keep=2, pinned={name("1:10"), name("7:70")})
+    assert [str(n) for n in expired] == ["1:0", "1:20", "1:30"]
+
+
+def test_removal_spares_the_last_good_copy_though_newer_ones_fill_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (20, 40, 60):
+        put(tmp_path, f"1:{step}")
+    (tmp_path / PINNED).write_text('{"keep": ["1:20"]}')
+    monkeypatch.setenv("EVERSTEP_RUN_DIR", str(tmp_path))
+    remove_expired(tmp_path, generation=1, parent=None, keep=1)
+    assert [str(m.name) for m in complete_checkpoints(tmp_path)] == ["1:20", "1:60"]
+
+
+@pytest.mark.parametrize("content", [None, "", "[]", '{"keep": 7}', '{"keep": [7]}', '{"keep": ["x"]}'])
+def test_pins_that_cannot_be_read_pin_nothing(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / PINNED).write_text(content)
+    assert pinned_by_server(str(tmp_path)) == frozenset()
+    assert pinned_by_server(None) == frozenset()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from recovery.domain.continuity import ResumeRecord, StepRecord, Verdict, VerdictKind
+from recovery.domain.continuity import Verdict, VerdictKind
 from recovery.domain.fleet import FleetSnapshot, NodeHealth, NodeView
 from recovery.domain.generations import (
     AssignmentPhase,
@@ -27,6 +27,8 @@ from recovery.domain.plan import CheckpointRef, RecoveryPlan
 from recovery.domain.policy import Policy
 from recovery.domain.silence import Contact
 from recovery.domain.situation import FreshIds, JobView, Situation
+from recovery.domain.step_records import ResumeRecord, StepRecord
+from recovery.domain.trust import UNKNOWN
 
 NOW = 5_000.0
 POLICY = Policy()
@@ -209,6 +211,7 @@ def situation(*generations: GenerationView, **changes: Any) -> Situation:
         fleet=fleet(),
         generations=generations or (lost_rank_1(),),
         checkpoints=CHECKPOINTS,
+        trust=dict.fromkeys(CHECKPOINTS, UNKNOWN),
         fresh=FreshIds(
             plan_id="plan-new", run_id="run-new", generation=max((g.number for g in generations), default=1) + 1
         ),

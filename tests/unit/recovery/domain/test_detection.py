@@ -89,3 +89,22 @@ def test_only_the_newest_generation_counts() -> None:
     world = situation(lost_rank_1(), generation(2, of=plan(2)), job=job(state=JobState.RUNNING))
     assert find_fault(world, NOW) is None
     assert find_fault(situation(lost_rank_1(), prepared(plan(2)), job=job(state=JobState.RUNNING)), NOW) is None
+
+
+def lost_loss(count: int) -> GenerationView:
+    base = generation(1)
+    return replace(
+        base,
+        ranks=tuple(replace(r, nonfinite_since=48, nonfinite_count=count, nonfinite_at=NOW - 7) for r in base.ranks),
+    )
+
+
+def test_a_loss_that_is_not_finite_for_three_steps_is_a_fault_though_nothing_died() -> None:
+    fault = fault_of(lost_loss(3))
+    assert fault is not None
+    assert (fault.rank, fault.at) == (None, NOW - 7)
+    assert fault.sentence == "Ranks 0 and 1 report a loss that is not finite from step 48 on."
+
+
+def test_one_or_two_of_them_are_what_a_gradient_scaler_skips() -> None:
+    assert fault_of(lost_loss(2)) is None

@@ -62,7 +62,7 @@ def of_job(*generations: GenerationView, state: JobState = JobState.RUNNING, **c
 
 
 def of_step(instruction: Instruction, *generations: GenerationView, **changes: Any) -> set[str]:
-    base = {"job": "job-1", "checkpoints": CHECKPOINTS, "fleet": HELD, "instructions": [instruction]}
+    base = {"job": "job-1", "checkpoints": CHECKPOINTS, "fleet": HELD, "instructions": [instruction], "sane_steps": 10}
     return rules(violations_of_step(generations=generations, **{**base, **changes}))
 
 
@@ -272,3 +272,20 @@ def test_a_generation_that_was_found_running_stood_on_proofs_that_are_lost() -> 
 def test_finds_an_incident_that_waits_for_a_human_without_a_reason(state: IncidentState) -> None:
     assert "escalation-has-a-reason" in of_job(lost_rank_1(), incidents=(told(state, escalation=""),))
     assert "escalation-has-a-reason" not in of_job(lost_rank_1(), incidents=(told(state, escalation="why"),))
+
+
+@pytest.mark.parametrize(
+    ("lost_at", "step", "found"), [(48, 40, True), (51, 40, False), (40, 40, True), (48, 20, False)]
+)
+def test_what_was_loaded_soon_before_the_loss_was_lost_or_saved_after_it_is_never_loaded(
+    lost_at: int, step: int, found: bool
+) -> None:
+    first = fenced(generation(1))
+    second = fenced(generation(2, of=plan(2, parent=PARENT)))
+    ranks = tuple(replace(rank, nonfinite_since=lost_at, nonfinite_count=3) for rank in second.ranks)
+    lines = (first, replace(second, ranks=ranks))
+    parent = CheckpointRef(generation=1, step=step)
+    broken = of_step(PreparePlan(plan=plan(3, parent=parent)), *lines)
+    assert ("tainted-is-never-loaded" in broken) is found
+    own = CheckpointRef(generation=2, step=lost_at)
+    assert "tainted-is-never-loaded" in of_step(PreparePlan(plan=plan(3, parent=own)), *lines)

@@ -140,6 +140,12 @@ def test_plan_from_the_beginning_goes_stale_when_the_former_launch_turns_out_to_
     assert not outcome.failed_launch
 
 
+def test_placing_job_whose_generation_was_found_running_is_launching() -> None:
+    """Its order to run was lost with a newer database."""
+    outcome = step_job(life(J.PLACING, generation(1)), NOW)
+    assert outcome.instructions == (MarkJob(job="job-1", state=J.LAUNCHING),)
+
+
 def test_placing_job_gives_up_a_node_that_never_prepares() -> None:
     outcome = step_job(life(J.PLACING, preparing(plan()), state_since=NOW - 91), NOW)
     assert (marks(outcome), outcome.failed_launch) == ([J.PENDING], True)

@@ -31,7 +31,7 @@ from domain_scenes import (
 )
 
 from recovery.domain.detection import find_fault
-from recovery.domain.fences import PROOF_WORDS
+from recovery.domain.fences import LEASE_SLACK_S, PROOF_WORDS
 from recovery.domain.fleet import FleetSnapshot, NodeView
 from recovery.domain.generations import AssignmentPhase, GenerationView, ProofKind, SeenPhase
 from recovery.domain.incident import CauseKind, Incident, IncidentState
@@ -48,7 +48,6 @@ from recovery.domain.instructions import (
 from recovery.domain.lease import DRIFT, MARGIN_S
 from recovery.domain.machine import step
 from recovery.domain.moves import Outcome
-from recovery.domain.setbacks import LEASE_SLACK_S
 from recovery.domain.silence import Contact
 from recovery.domain.situation import Command, Situation
 from recovery.domain.timeline import EntryKind

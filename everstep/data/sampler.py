@@ -1,4 +1,4 @@
-"""Data whose order can be replayed: `ReplayableSampler` and what belongs to it. No torch here.
+"""`ReplayableSampler`: the order of map-style data, and the exact position in it. No torch here.
 
 The order of an epoch is a pure function of (seed, epoch, position), the same on each machine and for each world size.
 The sampler's saved position moves only when `Run` commits the span that travelled with a batch through the training
@@ -7,88 +7,34 @@ step, so a loader may fetch ahead as far as it likes without the position runnin
 
 from __future__ import annotations
 
-import functools
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
+from everstep.data.order import permute
+from everstep.data.span import IndexBatch, SampleSpan, indices_digest
 from everstep.errors import UsageError
 
-_MASK_64 = (1 << 64) - 1
-_ROUNDS = 6
-"""Rounds of the Feistel network; four are enough for a pseudo-random permutation, two more cost a microsecond."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampleSpan:
-    """Positions [start, stop) of one epoch's order that one global batch covers, over all ranks."""
-
-    epoch: int
-    start: int
-    stop: int
-
-
-class IndexBatch(list[int]):
-    """One rank's dataset indices of one step, with the global span that they are part of."""
-
-    span: SampleSpan
-
-    def __init__(self, indices: Sequence[int], span: SampleSpan) -> None:
-        super().__init__(indices)
-        self.span = span
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (IndexBatch, (list(self), self.span))
-
-
-def mix(value: int) -> int:
-    """The finalizer of splitmix64 (Steele, Lea, Flood 2014): 64 bits in, 64 well mixed bits out."""
-    value = (value + 0x9E3779B97F4A7C15) & _MASK_64
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK_64
-    return value ^ (value >> 31)
-
-
-def permute(position: int, *, size: int, seed: int, epoch: int) -> int:
-    """Where `position` of the epoch's order lies in a dataset of `size` samples: a permutation of range(size).
-
-    A Feistel network over the smallest even number of bits that holds `size`, walked until it falls inside (fewer than
-    four rounds on average). Integers only, so that each platform gets the same order.
-    """
-    if not 0 <= position < size:
-        raise UsageError(f"Position {position} is outside of a dataset of {size} samples.")
-    half = max(1, ((size - 1).bit_length() + 1) // 2)
-    half_mask = (1 << half) - 1
-    keys = _round_keys(seed, epoch)
-    value = position
-    while True:
-        left, right = value >> half, value & half_mask
-        for key in keys:
-            left, right = right, left ^ (mix(right ^ key) & half_mask)
-        value = (left << half) | right
-        if value < size:
-            return value
-
-
-@functools.lru_cache(maxsize=8)
-def _round_keys(seed: int, epoch: int) -> tuple[int, ...]:
-    epoch_key = mix(mix(seed & _MASK_64) ^ (epoch & _MASK_64))
-    return tuple(mix(epoch_key ^ number) for number in range(_ROUNDS))
+_REMEMBERED = 4096
+"""Batches handed out and not yet trained on whose checksums are kept; more are computed anew."""
 
 
 class ReplayableSampler:
     """Yields this rank's dataset indices, batch by batch, from a position that a checkpoint restores exactly.
 
-    size: samples in the dataset. global_batch_size: samples per step over all ranks; must be a multiple of the world
-    size. rank and world_size default to torch elastic's environment, else to a single process.
+    size: samples in the dataset. global_batch_size: samples per step over all ranks. rank and world_size default to
+    torch elastic's environment, else to a single process.
+    uneven: True allows a global batch that is no multiple of the world size, so that a job can go on with any number of
+    ranks: some then get one sample more than others, and the script must multiply each rank's mean loss by
+    `batch.span.weight`. Otherwise such a batch is refused, since gradients would be averaged wrongly.
     drop_last: True ends the epoch before an incomplete batch (those samples wait for another epoch's order); False
-    yields it, cut as evenly as possible, so that a rank may get one sample less than another, or none.
+    yields it, cut as evenly as possible, so that a rank may get one sample less than another, or none: weight the loss.
+
+    Each global batch is the next `global_batch_size` positions of the epoch's order; rank r of w takes the contiguous
+    part from count * r // w to count * (r + 1) // w of it. So the global order depends on neither world size nor ranks.
 
     Iterating it yields the rest of the current epoch as `IndexBatch`; `stream()` goes on through epochs for ever. Both
-    start at the committed position. It can be the `batch_sampler` of a torch DataLoader: wrap the dataset in
-    `SpannedDataset`, and give the loader a `generator` of its own, since it draws from torch's global one at the start
-    of each iteration and a resumed run starts in mid-epoch.
+    start at the committed position. `replayable_loader` makes a torch DataLoader of it.
     """
 
     def __init__(
@@ -99,6 +45,7 @@ class ReplayableSampler:
         seed: int = 0,
         shuffle: bool = True,
         drop_last: bool = True,
+        uneven: bool = False,
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
@@ -107,10 +54,12 @@ class ReplayableSampler:
         self.seed = seed
         self.shuffle = shuffle
         self.drop_last = drop_last
+        self.uneven = uneven
         self.rank = int(os.environ.get("RANK", "0")) if rank is None else rank
         self.world_size = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
         self._epoch = 0
         self._next = 0
+        self._promised: dict[SampleSpan, str] = {}
         self._check()
 
     def _check(self) -> None:
@@ -120,10 +69,16 @@ class ReplayableSampler:
             )
         if not 0 <= self.rank < self.world_size:
             raise UsageError(f"Rank {self.rank} is not one of a world of {self.world_size}.")
-        if self.global_batch_size % self.world_size:
+        if self.global_batch_size < self.world_size:
             raise UsageError(
                 f"A global batch of {self.global_batch_size} cannot be split over {self.world_size} ranks: "
-                "choose a multiple of the world size."
+                "some would never have a sample. Choose at least one sample per rank."
+            )
+        if self.global_batch_size % self.world_size and not self.uneven:
+            raise UsageError(
+                f"A global batch of {self.global_batch_size} cannot be split evenly over {self.world_size} ranks: "
+                "choose a multiple of the world size, or say uneven=True and multiply each rank's mean loss by "
+                "batch.span.weight."
             )
         if self.drop_last and self.size < self.global_batch_size:
             raise UsageError(
@@ -164,15 +119,33 @@ class ReplayableSampler:
     def _batches(self, epoch: int, position: int) -> Iterator[IndexBatch]:
         while position < self.epoch_size:
             stop = min(position + self.global_batch_size, self.epoch_size)
-            yield self.batch(SampleSpan(epoch=epoch, start=position, stop=stop))
+            yield self.batch(self._span(epoch, position, stop))
             position = stop
+
+    def _span(self, epoch: int, start: int, stop: int) -> SampleSpan:
+        return SampleSpan(epoch=epoch, start=start, stop=stop, epoch_size=self.epoch_size, world_size=self.world_size)
 
     def batch(self, span: SampleSpan) -> IndexBatch:
         """This rank's share of a span: a contiguous cut, as even as it can be."""
+        batch = IndexBatch(self._share(span), span)
+        if len(self._promised) >= _REMEMBERED:
+            self._promised.pop(next(iter(self._promised)))
+        self._promised[span] = batch.span.indices_digest or ""
+        return batch
+
+    def order_digest(self, span: SampleSpan) -> str | None:
+        """`indices_digest` of what the order says that this rank's part of the span holds.
+
+        A batch whose own digest is another one holds other samples than its span claims.
+        """
+        promised = self._promised.get(span)
+        return indices_digest(self._share(span)) if promised is None else promised
+
+    def _share(self, span: SampleSpan) -> list[int]:
         count = span.stop - span.start
         first = span.start + count * self.rank // self.world_size
         last = span.start + count * (self.rank + 1) // self.world_size
-        return IndexBatch([self.dataset_index(span.epoch, position) for position in range(first, last)], span)
+        return [self.dataset_index(span.epoch, position) for position in range(first, last)]
 
     def dataset_index(self, epoch: int, position: int) -> int:
         """The sample at `position` of an epoch's order."""
@@ -180,6 +153,7 @@ class ReplayableSampler:
 
     def commit(self, span: SampleSpan) -> None:
         """The span has been trained on: the next batch is the one behind it. `Run` calls this with each step."""
+        self._promised.pop(span, None)
         if span.stop >= self.epoch_size:
             self._epoch, self._next = span.epoch + 1, 0
         else:
@@ -212,22 +186,3 @@ class ReplayableSampler:
             "shuffle": self.shuffle,
             "drop_last": self.drop_last,
         }
-
-
-class SpannedDataset:
-    """Wraps a map-style dataset so that a DataLoader's batches carry their span: collate gets (span, [samples]).
-
-    Torch's fetcher hands the whole index batch to `__getitems__` where a dataset has one, also in worker processes.
-    """
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.dataset[index]
-
-    def __getitems__(self, batch: IndexBatch) -> tuple[SampleSpan, list[Any]]:
-        return batch.span, [self.dataset[index] for index in batch]

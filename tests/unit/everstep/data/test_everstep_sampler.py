@@ -47,18 +47,19 @@ def test_neighbours_are_scattered() -> None:
 
 
 @given(
-    size=sizes, seed=seeds, per_rank=st.integers(1, 4), world=st.integers(1, 6), drop_last=st.booleans(), data=st.data()
+    size=sizes, seed=seeds, batch=st.integers(1, 24), world=st.integers(1, 6), drop_last=st.booleans(), data=st.data()
 )
 @settings(deadline=None, max_examples=60)
 def test_ranks_share_each_batch_the_same_for_each_world_size(
-    size: int, seed: int, per_rank: int, world: int, drop_last: bool, data: st.DataObject
+    size: int, seed: int, batch: int, world: int, drop_last: bool, data: st.DataObject
 ) -> None:
-    batch = per_rank * world
-    if drop_last and batch > size:
+    if batch < world or (drop_last and batch > size):
         return
     whole = ReplayableSampler(size, global_batch_size=batch, seed=seed, drop_last=drop_last, rank=0, world_size=1)
     shares = [
-        ReplayableSampler(size, global_batch_size=batch, seed=seed, drop_last=drop_last, rank=rank, world_size=world)
+        ReplayableSampler(
+            size, global_batch_size=batch, seed=seed, drop_last=drop_last, uneven=True, rank=rank, world_size=world
+        )
         for rank in range(world)
     ]
     count = data.draw(st.integers(1, 2 * len(whole) + 1))
@@ -108,6 +109,16 @@ def test_epochs_follow_each_other_without_gap() -> None:
     assert len(sampler) == 2
 
 
+def test_short_tail_leaves_some_ranks_without_a_sample_and_loses_none() -> None:
+    shares = [
+        list(ReplayableSampler(14, global_batch_size=12, drop_last=False, rank=rank, world_size=4))[-1]
+        for rank in range(4)
+    ]
+    assert [len(share) for share in shares] == [0, 1, 0, 1]
+    assert [share.span.weight for share in shares] == [0.0, 2.0, 0.0, 2.0]
+    assert all((share.span.start, share.span.stop, share.span.epoch_size) == (12, 14, 14) for share in shares)
+
+
 def test_last_batch_is_kept_when_it_is_not_to_be_dropped() -> None:
     sampler = ReplayableSampler(25, global_batch_size=10, drop_last=False, rank=1, world_size=2)
     assert [len(batch) for batch in sampler] == [5, 5, 3]
@@ -137,7 +148,8 @@ def test_refuses_a_state_that_would_mean_other_samples(changed: dict[str, int]) 
     ("arguments", "words"),
     [
         ({"size": 0, "global_batch_size": 1}, "at least 1"),
-        ({"size": 9, "global_batch_size": 4, "world_size": 3}, "multiple of the world size"),
+        ({"size": 9, "global_batch_size": 4, "world_size": 3}, "multiple of the world size, or say uneven=True"),
+        ({"size": 9, "global_batch_size": 2, "world_size": 3, "uneven": True}, "at least one sample per rank"),
         ({"size": 3, "global_batch_size": 4}, "drop_last=False"),
         ({"size": 9, "global_batch_size": 4, "rank": 2, "world_size": 2}, "Rank 2"),
     ],
