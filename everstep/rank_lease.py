@@ -16,7 +16,7 @@ from everstep.rank_log import RankLog
 
 
 class PublishingLease:
-    """The lease as the writer of a node's checkpoints sees it: it only looks, just before a manifest is put in place."""
+    """The lease as a node's writer sees it: it only looks, just before a manifest is put in place."""
 
     def __init__(self, paths: LeasePaths) -> None:
         """The lease holds now: a rank has just looked. Raises `LeaseUnusable`."""

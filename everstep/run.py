@@ -34,13 +34,13 @@ from everstep.checkpoint import rng
 from everstep.checkpoint.manifest import CheckpointName, newest_checkpoint, newest_generation, record_lineage
 from everstep.checkpoint.probe import StateProbes
 from everstep.checkpoint.reader import Loaded, read_checkpoint
-from everstep.checkpoint.retention import KEEP, remove_expired
+from everstep.checkpoint.retention import KEEP
+from everstep.checkpoint.saver import News, Saver, SaveSettings, WhenBusy
 from everstep.checkpoint.snapshot import RNG, put_back, take, unwrap
-from everstep.checkpoint.writer import SaveRequest, write_checkpoint
 from everstep.context import RunContext
 from everstep.data import SampleOrder, SampleSpan
 from everstep.elastic.lease import Phase
-from everstep.errors import BadDatagram, CheckpointDamaged, CheckpointMissing, EverstepError, SaveFailed, UsageError
+from everstep.errors import BadDatagram, CheckpointDamaged, CheckpointMissing, EverstepError, UsageError
 from everstep.rank_lease import RankLease
 from everstep.rank_log import RankLog
 from everstep.ranks import Team
@@ -61,6 +61,9 @@ class Stateful(Protocol):
 Batch = TypeVar("Batch")
 
 _NOT_SAID: Any = object()
+
+_LAST_ATTEMPTS = 2
+"""To bring the last step to disk before the run ends."""
 
 _LEFT_OUT = {
     "model": "its weights are neither saved nor restored, so that a recovery starts training from scratch",
@@ -111,6 +114,7 @@ class Run:
         checkpoint_directory: str | os.PathLike[str] = "checkpoints",
         deterministic: bool | None = None,
         keep: int = KEEP,
+        when_busy: WhenBusy = "wait",
     ) -> None:
         if total_steps < 1 or keep < 1:
             raise UsageError(f"Run(total_steps={total_steps}, keep={keep}): each must be at least 1.")
@@ -133,7 +137,11 @@ class Run:
         self._done = 0
         self._made = 0
         self._phase = Phase.SETUP
+        self._saver: Saver | None = None
+        self._when_busy = when_busy
         self._saved_step: int | None = None
+        self._blocked_s = 0.0
+        self._failures = 0
         self._probes = StateProbes()
         self._numbers: StepNumbers | None = None
         self._split = StepSplit()
@@ -386,7 +394,10 @@ class Run:
         error: EverstepError | None = None
         try:
             loaded = read_checkpoint(
-                name.directory(self.checkpoint_directory), rank=team.rank, world_size=team.world_size
+                name.directory(self.checkpoint_directory),
+                rank=team.rank,
+                world_size=team.world_size,
+                tracked=self._tracked,
             )
             put_back(self._tracked, loaded.states)
         except EverstepError as err:
@@ -421,7 +432,7 @@ class Run:
             rng.restore(self._loaded.states[RNG])
         elif self.seed is not None:
             rng.seed_all(rng.rank_seed(self.seed, rank=self._team.rank, step=self._done))
-        live = take(self._tracked).digests
+        live = take(self._tracked).digests()
         if self._loaded is not None and RNG not in saved:
             live.pop(RNG)  # another world size: there is nothing to compare it with
         self._loaded = None
@@ -440,6 +451,17 @@ class Run:
         )
         self._interval.begin(self._done)
         self._requests.begin(self._team, step=self._done)
+        self._saver = Saver(
+            SaveSettings(
+                root=self.checkpoint_directory,
+                job=self._context.job,
+                total_steps=self.total_steps,
+                parent=self._parent,
+                keep=self.keep,
+                when_busy=self._when_busy,
+            ),
+            self._team,
+        )
         if self._parent is None:
             self._save()
 
@@ -473,61 +495,89 @@ class Run:
         if self._phase != before:
             self._tell("phase", phase=self._phase.word)
         self._interval.made(step_time_s)
+        self._hear_of_saves()
         asked = self._requests.due(self._done)
         if asked or self._interval.due(self._done):
             self._save()
+        if self._requests.all_end:
+            self._save_for_good()
         self._requests.leave_if_told()
 
     def _finish(self) -> None:
-        if self._saved_step != self._done:
-            self._save()
+        self._save_for_good()
         self._check_lease()
         self._tell("finished", step=self._done)
 
     def _save(self) -> None:
-        """Save now, all ranks together. A failure is told and survived: the next save tries again."""
+        """Begin to save, all ranks together. A failure is told and survived: the next save tries again."""
+        assert self._team is not None and self._saver is not None
         started = time.monotonic()
         with self._during(Phase.SAVE), self._split.saving():
-            self._save_now()
+            self._hear_of_saves()
+            begun = self._saver.save(CheckpointName(generation=self.generation, step=self._done), self._tracked)
             self._probes.begin(self._tracked)
-        self._interval.saved(self._done, blocked_s=time.monotonic() - started)
-        if self._interval.measures and self._team is not None:
+        self._blocked_s = time.monotonic() - started
+        self._hear_of_saves()
+        if begun:
+            self._interval.saved(self._done, blocked_s=self._blocked_s)
+        if self._interval.measures:
             self._interval.steps = self._team.greatest(self._interval.best_steps() if self._team.leads else 0)[0]
 
-    def _save_now(self) -> None:
-        assert self._team is not None
-        started = time.monotonic()
-        request = SaveRequest(
-            root=self.checkpoint_directory,
-            name=CheckpointName(generation=self.generation, step=self._done),
-            parent=self._parent,
-            job=self._context.job,
-            total_steps=self.total_steps,
-        )
-        try:
-            manifest = write_checkpoint(request, lambda: take(self._tracked), self._team, may_publish=self._check_lease)
-        except SaveFailed as err:
-            self._warn(str(err))
+    def _save_for_good(self) -> None:
+        """Wait for what is under way, and return once the last step is on disk, or could not be brought there."""
+        assert self._team is not None and self._saver is not None
+        for _ in range(_LAST_ATTEMPTS):
+            with self._during(Phase.SAVE):
+                self._saver.settle()
+            self._hear_of_saves()
+            if self._team.broadcast(self._saved_step == self._done):
+                return
+            self._save()
+        with self._during(Phase.SAVE):
+            self._saver.settle()
+        self._hear_of_saves()
+
+    def _hear_of_saves(self) -> None:
+        """Tell what has become of earlier saves."""
+        if self._saver is None:
             return
-        self._check_lease()
-        self._saved_step = self._done
-        fields: dict[str, Any] = {
-            "step": self._done,
-            "directory": str(request.name.directory(request.root)),
-            "size_bytes": manifest.size_bytes,
-            "world_size": manifest.world_size,
-            "parent_generation": self._parent.generation if self._parent else None,
-            "parent_step": self._parent.step if self._parent else None,
-            "save_time_s": time.monotonic() - started,
-        }
-        if not self._team.leads:
-            self._log.write("saved", **fields)
-            return
-        self._tell("saved", **fields)
-        try:
-            remove_expired(request.root, generation=self.generation, parent=self._parent, keep=self.keep)
-        except OSError as err:
-            self._warn(f"Old checkpoints under {request.root} could not be removed: {err}. Watch its free space.")
+        for news in self._saver.news():
+            self._tell_of_save(news)
+
+    def _tell_of_save(self, news: News) -> None:
+        name, root = news.name, self.checkpoint_directory
+        match news.kind:
+            case "saved":
+                self._check_lease()
+                self._saved_step, self._failures = name.step, 0
+                assert self._team is not None
+                self._tell(
+                    "saved",
+                    step=name.step,
+                    directory=str(name.directory(root)),
+                    size_bytes=news.size_bytes,
+                    world_size=self._team.world_size,
+                    parent_generation=self._parent.generation if self._parent else None,
+                    parent_step=self._parent.step if self._parent else None,
+                    save_time_s=news.save_time_s,
+                    blocked_s=self._blocked_s,
+                )
+                if news.note:
+                    self._warn(f"Old checkpoints under {root} could not be removed: {news.note}. Watch its free space.")
+            case "failed":
+                self._failures += 1
+                self._tell("save_failed", step=name.step, attempt=self._failures, reason=news.problem)
+                self._warn(
+                    f"Checkpoint {name} was not saved under {root}: {news.problem}. Training goes on and the next save "
+                    "tries again; check space and permissions there."
+                )
+            case "skipped":
+                self._tell("save_skipped", step=name.step, reason=news.problem)
+                self._warn(f"Checkpoint {name} was skipped: {news.problem}. Save less often, or to faster storage.")
+            case "rehashed":
+                self._tell("rehashed", step=name.step, ok=not news.problem, reason=news.problem)
+                if news.problem:
+                    self._warn(f"Checkpoint {name} is damaged already: {news.problem}")
 
     def _check_stepped_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """In the first step: does an optimizer that nobody saves move the tracked model?"""
@@ -584,6 +634,8 @@ class Run:
         warnings.warn(text, stacklevel=3)
 
     def _stop(self) -> None:
+        if self._saver is not None:
+            self._saver.close()
         self._log.write("stop", step=self._done)
         self._telemetry.close()
 

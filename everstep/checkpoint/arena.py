@@ -52,7 +52,7 @@ class Arena:
 
     def close(self) -> None:
         if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
+            torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())  # type: ignore[no-untyped-call]
         del self.bytes  # the mapping cannot be closed under it
         self._map.close()
         os.close(self.fd)
@@ -85,6 +85,7 @@ def _group_room() -> int | None:
 
 
 def _pin(data: torch.Tensor) -> bool:
-    if not torch.cuda.is_available() or not torch.cuda.is_initialized():
+    if not torch.cuda.is_available() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return False
-    return int(torch.cuda.cudart().cudaHostRegister(data.data_ptr(), data.numel(), 0)) == 0
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    return int(runtime.cudaHostRegister(data.data_ptr(), data.numel(), 0)) == 0

@@ -102,4 +102,3 @@ def _dtype(item: WriteItem) -> torch.dtype:
 def _offsets(item: WriteItem) -> tuple[int, ...]:
     assert item.tensor_data is not None
     return tuple(item.tensor_data.chunk.offsets)
-

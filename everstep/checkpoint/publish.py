@@ -94,9 +94,7 @@ def publish(
     return manifest
 
 
-def _await_parts(
-    publication: Publication, *, limit_s: float, abandoned: Callable[[], bool]
-) -> list[FileEntry]:
+def _await_parts(publication: Publication, *, limit_s: float, abandoned: Callable[[], bool]) -> list[FileEntry]:
     deadline, pause_s = time.monotonic() + limit_s, _LOOK_EVERY_S
     waiting = set(range(publication.world_size))
     entries: list[FileEntry] = []

@@ -5,27 +5,28 @@
 
 from __future__ import annotations
 
-import json
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.tensor import DTensor
 
 from everstep.checkpoint.manifest import Manifest, read_manifest
-from everstep.checkpoint.snapshot import RNG
-from everstep.checkpoint.tree import tensor_entries, unflatten
-from everstep.checkpoint.writer import file_hash, rank_file
-from everstep.errors import CheckpointDamaged
+from everstep.checkpoint.snapshot import RNG, Snapshot, unwrap
+from everstep.checkpoint.storage import ShardReader, dtype_of
+from everstep.checkpoint.tree import Structure, flatten, tensor_entries, unflatten
+from everstep.checkpoint.verify import check_sizes, read_rank_file
+from everstep.errors import CheckpointDamaged, UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """A checkpoint's state for one rank. `digests` is what was taken from that rank's live objects at the save.
+    """A checkpoint's state for one rank. `digests` is over what was loaded, by part; its bytes are those of the save.
 
     After a change of the world size the random generators cannot be mapped: `states` and `digests` lack them.
     """
@@ -35,67 +36,90 @@ class Loaded:
     digests: dict[str, str]
 
 
-def read_checkpoint(directory: Path, *, rank: int, world_size: int) -> Loaded:
-    """Load a checkpoint's state into fresh host tensors.
+def read_checkpoint(directory: Path, *, rank: int, world_size: int, tracked: Mapping[str, Any]) -> Loaded:
+    """Load a checkpoint's state into fresh tensors, sharded as the tracked objects are now.
 
     Raises `CheckpointMissing` where there is no complete checkpoint, `CheckpointDamaged` where its files are not what
-    its manifest says.
+    its manifest says, `UsageError` where a sharded tensor has no sharded counterpart among what is tracked.
     """
     manifest = read_manifest(directory)
-    _check_sizes(directory, manifest)
+    check_sizes(directory, manifest)
+    described = [read_rank_file(directory, manifest, source) for source in range(manifest.world_size)]
     source = rank if world_size == manifest.world_size else 0
-    needed = [entry.name for entry in manifest.files if not entry.name.startswith("rank-")]
-    for name in [rank_file(source), *needed]:
-        _check_hash(directory, manifest, name)
-    content = json.loads((directory / rank_file(source)).read_bytes())
-    parts, own_keys = content["parts"], content["own_keys"]
-    tensors = _read_tensors(directory, parts, own_keys)
-    digests = dict(manifest.digests[source])
+    own_keys: dict[str, str] = described[source]["own_keys"]
+    parts: dict[str, Structure] = {
+        part: described[0]["parts"][part] if structure == {"$": "same"} else structure
+        for part, structure in described[source]["parts"].items()
+    }
     if world_size != manifest.world_size:
         parts.pop(RNG, None)
-        digests.pop(RNG, None)
-    states = {part: unflatten(structure, tensors) for part, structure in parts.items()}
-    return Loaded(manifest=manifest, states=states, digests=digests)
-
-
-def _check_sizes(directory: Path, manifest: Manifest) -> None:
-    for entry in manifest.files:
-        try:
-            size_bytes: int | None = (directory / entry.name).stat().st_size
-        except OSError:
-            size_bytes = None
-        if size_bytes != entry.size_bytes:
-            found = "is missing" if size_bytes is None else f"has {size_bytes} bytes"
-            raise CheckpointDamaged(
-                f"Checkpoint {manifest.name} in {directory}: {entry.name} {found}, the manifest says "
-                f"{entry.size_bytes} bytes. Choose another checkpoint."
-            )
-
-
-def _check_hash(directory: Path, manifest: Manifest, name: str) -> None:
-    entry = manifest.file(name)
-    if entry is None or file_hash(directory / name) != entry.sha256:
-        raise CheckpointDamaged(
-            f"Checkpoint {manifest.name} in {directory}: {name} is not what was saved (SHA-256 differs). "
-            "Choose another checkpoint and check the storage."
-        )
-
-
-def _read_tensors(directory: Path, parts: dict[str, Any], own_keys: dict[str, str]) -> dict[str, torch.Tensor]:
+    reader = ShardReader(directory, manifest, described)
+    places = _places(tracked)
     tensors = {
-        entry["path"]: torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"].removeprefix("torch.")))
+        entry["path"]: _empty(entry, places.get(entry["path"], _place_of_moment(entry["path"], tracked)))
         for structure in parts.values()
         for entry in tensor_entries(structure)
     }
-    by_key = {own_keys.get(path, path): tensor for path, tensor in tensors.items()}
+    _load({own_keys.get(path, path): tensor for path, tensor in tensors.items()}, reader, directory)
+    states = {part: unflatten(structure, tensors) for part, structure in parts.items()}
+    known = {
+        path: digest
+        for path, tensor in tensors.items()
+        if not isinstance(tensor, DTensor)
+        and (digest := reader.hashes.get((own_keys.get(path, path), (0,) * tensor.dim(), tuple(tensor.shape))))
+    }
+    return Loaded(manifest=manifest, states=states, digests=Snapshot.of(states).digests(known))
+
+
+def _places(tracked: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Sharded tensors of the tracked objects by path: where the loaded ones must lie."""
+    found: dict[str, torch.Tensor] = {}
+    for part, target in tracked.items():
+        found.update(
+            {
+                path: tensor
+                for path, tensor in flatten(unwrap(target).state_dict(), path=part)[1].items()
+                if isinstance(tensor, DTensor)
+            }
+        )
+    return found
+
+
+def _place_of_moment(path: str, tracked: Mapping[str, Any]) -> torch.Tensor | None:
+    """The sharded parameter that an optimizer's moment belongs to: a fresh optimizer holds no moments yet.
+
+    Paths are `<optimizer>/state/<index>/<name>`, the index counting parameters over all groups.
+    """
+    part, _, rest = path.partition("/")
+    words = rest.split("/")
+    optimizer = tracked.get(part)
+    if not isinstance(optimizer, torch.optim.Optimizer) or len(words) < 3 or words[0] != "state":
+        return None
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    index = int(words[1]) if words[1].isdigit() else -1
+    return parameters[index] if 0 <= index < len(parameters) and isinstance(parameters[index], DTensor) else None
+
+
+def _empty(entry: Mapping[str, Any], place: torch.Tensor | None) -> torch.Tensor:
+    """A tensor to load into: like its place where that is sharded and has the same shape, else on the host."""
+    shape, dtype = torch.Size(entry["shape"]), dtype_of(entry)
+    if isinstance(place, DTensor) and place.shape == shape:
+        return torch.empty_like(place.detach(), dtype=dtype)
+    return torch.empty(shape, dtype=dtype)
+
+
+def _load(by_key: dict[str, Any], reader: ShardReader, directory: Path) -> None:
+    missing = sorted(by_key.keys() - reader.tensors.keys())
+    if missing:
+        raise CheckpointDamaged(
+            f"Checkpoint in {directory} holds no {missing[0]}, which a rank of this number needs. Choose another one."
+        )
     try:
-        _load_quietly(by_key, storage_reader=FileSystemReader(directory), no_dist=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # each rank loads for itself
+            load(by_key, storage_reader=reader, no_dist=True)
     except CheckpointException as err:  # a BaseException: `except Exception` would miss it
+        for cause, _ in err.failures.values():
+            if isinstance(cause, CheckpointDamaged | UsageError):
+                raise cause from err
         raise CheckpointDamaged(f"Checkpoint in {directory} cannot be loaded: {err}. Choose another one.") from err
-    return tensors
-
-
-def _load_quietly(by_key: dict[str, Any], **options: Any) -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # each rank loads for itself
-        load(by_key, **options)

@@ -53,7 +53,9 @@ def synchronized_paths(tracked: Mapping[str, Any], tensors: Mapping[str, torch.T
 
 def checksum(tensor: torch.Tensor) -> tuple[int, ...]:
     """Sums of a tensor's bytes as numbers of 64 bits, in four interleaved lanes: at the speed of memory."""
-    data = tensor.detach().contiguous().view(-1).view(torch.uint8) if tensor.numel() else torch.empty(0).view(torch.uint8)
+    if not tensor.numel():
+        return (0,)
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     whole = data.numel() // 32 * 32
     lanes = data[:whole].clone() if data.storage_offset() % 8 else data[:whole]
     sums = lanes.view(torch.int64).view(-1, 4).sum(0).tolist() if whole else [0] * 4

@@ -35,6 +35,16 @@ _LOOK_EVERY_S = 0.05
 _RETRY_AFTER_S = (0.5, 2.0, 8.0)
 
 
+class _Unhashed(dict[str, str]):
+    """Structures are compared between ranks without their tensors."""
+
+    def __missing__(self, key: str) -> str:
+        return ""
+
+
+_UNHASHED = _Unhashed()
+
+
 @dataclass(frozen=True, kw_only=True)
 class News:
     """What became of a save. `problem` is "" where all went well; sizes in bytes, times in seconds."""
@@ -67,14 +77,12 @@ class SaveSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class _Statement:
-    """What a rank says to all before a save. `lost` is a save whose part failed on this rank."""
+    """What a rank says to all before a save. `planned`: its layout fits what it holds now."""
 
     aside: str
     problem: str
-    busy: bool
     connected: bool
-    lost: CheckpointName | None
-    signature: str
+    planned: bool
     checksums: dict[str, tuple[int, ...]]
     structures: dict[str, str]
 
@@ -121,6 +129,7 @@ class Saver:
             problems = self._connect()
             if problems:
                 return self._refuse(name, problems)
+        before = self._replicas.differing
         self._replicas.compare(
             [said.checksums for said in statements], synchronized=synchronized_paths(tracked, snapshot.tensors)
         )
@@ -129,64 +138,55 @@ class Saver:
         }
         tensors = {own_keys.get(path, path): tensor for path, tensor in snapshot.tensors.items()}
         same = {
-            part for part, digest in statements[self._team.rank].structures.items()
+            part
+            for part, digest in statements[self._team.rank].structures.items()
             if self._team.rank and statements[0].structures.get(part) == digest
         }
         described = {
             "parts": {part: {"$": "same"} if part in same else value for part, value in snapshot.structures.items()},
             "own_keys": own_keys,
         }
-        if self._must_plan(statements):
+        if not all(said.planned for said in statements) or self._replicas.differing != before:
             problems = self._plan(tensors, described)
             if problems:
                 return self._refuse(name, problems)
-            self._planned_for = (statements[self._team.rank].signature, self._replicas.differing)
+            self._planned_for = self._plan_key(snapshot)
         self._hand_over(name, tensors, described, aside=Path(statements[0].aside))
         return True
 
     def _until_free(self, name: CheckpointName, snapshot: Snapshot | None, problem: str) -> list[_Statement] | None:
         """What every rank says once none is busy with an earlier save; None where this one is skipped."""
+        limit_s = self._settings.wait_limit_s if self._settings.when_busy == "wait" else 0.0
+        busy = self._await_free(limit_s)
+        if busy:
+            self._tell("skipped", name, f"the save before it is still being written (ranks {busy[:8]})")
+            return None
         directory = name.directory(self._settings.root)
-        aside = str(directory.with_name(f"{ASIDE}{directory.name}-{uuid.uuid4().hex[:8]}"))
-        first = _Statement(
-            aside=aside,
+        compares = snapshot is not None and self._team.world_size > 1
+        mine = _Statement(
+            aside=str(directory.with_name(f"{ASIDE}{directory.name}-{uuid.uuid4().hex[:8]}")),
             problem=problem,
-            busy=self._look_busy(),
             connected=self._writer is not None,
-            lost=self._lost,
-            signature=signature(snapshot.tensors) if snapshot else "",
-            checksums=self._replicas.checksums(snapshot.tensors) if snapshot and self._team.world_size > 1 else {},
-            structures={part: structure_digest(value, {}) for part, value in snapshot.structures.items()}
-            if snapshot and self._team.world_size > 1
+            planned=snapshot is not None and self._planned_for == self._plan_key(snapshot),
+            checksums=self._replicas.checksums(snapshot.tensors) if compares and snapshot else {},
+            structures={part: structure_digest(value, _UNHASHED) for part, value in snapshot.structures.items()}
+            if compares and snapshot
             else {},
         )
-        statements: list[_Statement] = self._team.gather(first)
-        busy = [(said.busy, said.lost) for said in statements]
-        began = time.monotonic()
-        while any(is_busy for is_busy, _ in busy):
-            if any(lost is not None and lost == self._publishing for _, lost in busy):
-                self._send({"op": "abandon"})
-            waited_s = self._team.broadcast(time.monotonic() - began)
-            if self._settings.when_busy == "skip" or waited_s > self._settings.wait_limit_s:
-                ranks = [rank for rank, (is_busy, _) in enumerate(busy) if is_busy]
-                self._tell("skipped", name, f"the save before it is still being written (ranks {ranks[:8]})")
-                return None
-            self._listen(_LOOK_EVERY_S)
-            busy = self._team.gather((self._look_busy(), self._lost))
-        if began and self._team.world_size > 1 and any(said.busy or not said.connected for said in statements):
-            connected = self._team.gather(self._writer is not None)
-            statements = [
-                _Statement(**{**vars(said), "connected": is_connected})
-                for said, is_connected in zip(statements, connected, strict=True)
-            ]
-        elif statements[0].busy:
-            statements = [_Statement(**{**vars(statements[0]), "connected": self._writer is not None})]
-        self._lost = None
-        return statements
+        return self._team.gather(mine)
 
-    def _look_busy(self) -> bool:
-        self._listen(0)
-        return self.busy
+    def _await_free(self, limit_s: float) -> list[int]:
+        """Wait until no rank has a save under way; returns the ranks that still have. A collective."""
+        deadline = time.monotonic() + limit_s
+        while True:
+            self._listen(0)
+            said = self._team.gather((self.busy, self._lost, time.monotonic() > deadline))
+            if self._publishing is not None and any(lost == self._publishing for _, lost, _ in said):
+                self._send({"op": "abandon"})
+            busy = [rank for rank, (is_busy, _, _) in enumerate(said) if is_busy]
+            if not busy or said[0][2]:
+                return busy
+            self._listen(_LOOK_EVERY_S)
 
     def _connect(self) -> list[str]:
         self._drop_writer()
@@ -197,10 +197,9 @@ class Saver:
             self._lend_arena()
         return [f"rank {rank}: {said}" for rank, said in enumerate(problems) if said]
 
-    def _must_plan(self, statements: list[_Statement]) -> bool:
-        """The same answer on every rank needs a word of each; without others, this one's is enough."""
-        mine = (statements[self._team.rank].signature, self._replicas.differing)
-        return any(self._team.gather(self._planned_for != mine))
+    def _plan_key(self, snapshot: Snapshot) -> tuple[str, frozenset[str]]:
+        """What a layout depends on."""
+        return signature(snapshot.tensors), self._replicas.differing
 
     def _plan(self, tensors: Mapping[str, torch.Tensor], described: Mapping[str, Any]) -> list[str]:
         layout, problem = _attempt(lambda: plan_layout(tensors, self._team))
@@ -238,6 +237,7 @@ class Saver:
             return len(text)
 
         described_bytes, problem = _attempt(copy)
+        self._lost = None
         self._publishing = name if self._team.leads else None
         if described_bytes is None or self._writer is None:
             self._lose(name, problem or "its writer is gone")
@@ -281,14 +281,9 @@ class Saver:
         found, self._news = self._news, []
         return found
 
-    def settle(self, *, limit_s: float) -> None:
+    def settle(self, *, limit_s: float = _PUBLISH_LIMIT_S) -> None:
         """Wait until no save is under way on any rank. A collective."""
-        deadline = time.monotonic() + limit_s
-        while any(self._team.gather((self._look_busy() or self._give_up_if_lost()) and time.monotonic() < deadline)):
-            self._listen(_LOOK_EVERY_S)
-
-    def _give_up_if_lost(self) -> bool:
-        return False
+        self._await_free(limit_s)
 
     def close(self) -> None:
         """Let the writer go."""

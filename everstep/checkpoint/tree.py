@@ -116,7 +116,7 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a tensor, or of this rank's part of a DTensor, on the host."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     host = local.detach().cpu().contiguous()
-    return memoryview(host.reshape(-1).view(torch.uint8).numpy()) if host.numel() else memoryview(b"")
+    return host.reshape(-1).view(torch.uint8).numpy().data if host.numel() else memoryview(b"")
 
 
 def structure_digest(structure: Structure, hashes: Mapping[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""What ranks and their node's writer say to each other: JSON in single packets over a Unix socket, memory by descriptor.
+"""What ranks and their node's writer say to each other: JSON in packets over a Unix socket, memory by descriptor.
 
 Standard library only.
 """
