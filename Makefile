@@ -63,22 +63,23 @@ check-imports: $(VENV)
 check-unit: $(VENV)
 	@$(BIN)/pytest -q tests/unit
 
-test: install ## all tests; those of rows and broker also on PostgreSQL and Redis. Installs from apt what is missing
+# A prerequisite, so that `make check test` runs the unit tests once.
+test: install $(if $(ARGS),,check-unit) ## all tests; those of rows and broker also on PostgreSQL and Redis. Installs from apt what is missing
 	@.ci/apt
 ifdef ARGS
 	@$(BIN)/pytest $(ARGS)
 	@EVERSTEP_TEST_SERVERS=production $(BIN)/pytest $(ARGS) || [ $$? = 5 ] # 5: ARGS chose none of those
 else
-	@$(MAKE) --no-print-directory check-unit
 	@$(MAKE) --no-print-directory -j3 test-parts test-systems test-pages
 endif
 
+TRAINING_TESTS := $(wildcard tests/integration/test_resume_*.py tests/integration/test_runner_*.py)
 # Lanes side by side, since most of these tests wait: for leases to run out, for processes to start and to die.
 test-parts: install
-	@$(BIN)/pytest -q tests/integration
+	@$(BIN)/pytest -q tests/integration $(addprefix --ignore=,$(TRAINING_TESTS))
 
 test-systems: install
-	@$(BIN)/pytest -q tests/acceptance
+	@$(BIN)/pytest -q tests/acceptance $(TRAINING_TESTS)
 
 test-pages: install
 	@$(BIN)/pytest -q tests/browser tests/simulation

@@ -48,6 +48,7 @@ PROOFS = [
     planted("lease-without-stopped-peer", '"lease-proof-is-true"', target="simulate"),
     planted("old-plan-accepted", '"one-generation-alive"', target="simulate"),
     planted("one-witness", '"healthy-jobs-are-left-alone"', target="simulate"),
+    planted("no-taint", '"tainted-is-never-loaded"', target="simulate"),
     Proof("24 node-days of heartbeats", ["silence"], ["false_lost", "breaker_openings", "silences", "detect_p99_s"]),
     Proof("bugs planted in resumes", ["planted-bugs"], ["planted", "found", "clean", "false_alarms"]),
     Proof("demo-check", ["demo-check"], ["state", "continuity", "steps_lost", "steps_compared", "caught_up_s"]),

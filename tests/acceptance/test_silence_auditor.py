@@ -144,11 +144,11 @@ def test_of_its_last_moments_a_broken_node_may_have_told_nobody_but_of_nothing_e
     found = judge_frozen(tmp_path, world)
     assert (found.reached_step, found.heard_step) == (REACHED + 40, REACHED + 16)
 
-    def claims(unheard: int) -> list[str]:
+    def claims(unheard: int, *, uncompared: int = 0) -> list[str]:
         verdict = {
             "kind": found.continuity,
             "steps_lost": found.steps_lost - unheard,
-            "steps_compared": min(found.steps_compared, found.steps_lost - unheard),
+            "steps_compared": min(found.steps_compared, found.steps_lost - unheard) - uncompared,
         }
         reached = found.reached_step - unheard
         times = {name: getattr(found, name) for name in ("detect_s", "stop_s", "first_step_s", "caught_up_s")}
@@ -157,6 +157,10 @@ def test_of_its_last_moments_a_broken_node_may_have_told_nobody_but_of_nothing_e
         return [words for words in disagreements(found, receipt, of_silence=True) if "caught_up_s" not in words]
 
     assert claims(0) == claims(24) == []
+    silent = found.steps_compared - found.heard_compared
+    assert silent >= 3
+    assert claims(0, uncompared=silent) == []
+    assert any("steps_compared" in words for words in claims(0, uncompared=silent + 1))
     assert any("reached_step" in words for words in claims(25))
 
 

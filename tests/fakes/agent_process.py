@@ -80,7 +80,7 @@ class AgentProcess:
             self._process.wait()
         quiet_looks = 0
         while quiet_looks < 3:  # one look may fall between the fork of a rank and its exec, when it has no mark yet
-            left = self.marked()
+            left = self.marked(mark="")  # of every job
             quiet_looks = 0 if left else quiet_looks + 1
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):

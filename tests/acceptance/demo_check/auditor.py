@@ -125,6 +125,8 @@ class Audit:
     parent_step: int
     steps_lost: int
     steps_compared: int
+    heard_compared: int
+    """Of these, how many the server must have compared, whatever the broken node could not tell any more."""
     continuity: str
     detect_s: float
     stop_s: float
@@ -246,6 +248,7 @@ def audit(
         parent_step=parent,
         steps_lost=reached - parent,
         steps_compared=compared,
+        heard_compared=_heard_compared(before, after, killed, first=parent + 1, until=fault_at - UNHEARD_S),
         continuity=equal if compared and not unequal and not _digest_faults(after) else "broken",
         detect_s=opened_at - fault_at,
         stop_s=last_old - fault_at,
@@ -272,6 +275,8 @@ def disagreements(found: Audit, receipt: Mapping[str, Any], *, of_silence: bool 
             steps_lost=found.steps_lost - unheard,
             steps_compared=min(found.steps_compared, found.steps_lost - unheard),
         )
+    if of_silence and found.heard_compared <= verdict["steps_compared"] <= found.steps_compared:
+        found = replace(found, steps_compared=verdict["steps_compared"])
     claimed = {
         "continuity": verdict["kind"],
         "steps_lost": verdict["steps_lost"],
@@ -311,6 +316,17 @@ def _heard_step(before: Sequence[RankStory], killed: RankStory, fault_at: float)
         ),
         default=0,
     )
+
+
+def _heard_compared(
+    before: Sequence[RankStory], after: Sequence[RankStory], killed: RankStory, *, first: int, until: float
+) -> int:
+    """Steps from `first` on that every rank has twice, made on the broken node before `until`."""
+    told = [
+        {step.step for step in story.steps.values() if story.node != killed.node or step.at < until} for story in before
+    ]
+    both = set.intersection(*told, *({*story.steps} for story in after))
+    return sum(step >= first for step in both)
 
 
 def _end_of(story: RankStory, exits: Mapping[int, float], thaws: Mapping[int, float]) -> float:
