@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 import torch
+from everstep.checkpoint.writer import SaveRequest, write_checkpoint
 from torch import nn
 
 import everstep
 from everstep.checkpoint.manifest import CheckpointName, complete_checkpoints
 from everstep.checkpoint.reader import read_checkpoint
 from everstep.checkpoint.snapshot import take
-from everstep.checkpoint.writer import SaveRequest, write_checkpoint
 from everstep.ranks import Team
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_tiny_gpt.py"
