@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from everstep.checkpoint import rng
 from everstep.checkpoint.tree import Structure, flatten, structure_digest, tensor_hash
-from everstep.checkpoint.zero import ZeroPart
+from everstep.checkpoint.zero import ZeroPart, is_zero
 from everstep.errors import UsageError
 
 RNG = "rng"
@@ -103,7 +102,7 @@ def unwrap(target: Any) -> Any:
     """
     while (inner := _inside(target)) is not None:
         target = inner
-    return ZeroPart(target) if isinstance(target, ZeroRedundancyOptimizer) else target
+    return ZeroPart(target) if is_zero(target) else target
 
 
 def data_parallel(target: Any) -> DistributedDataParallel | None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import random
+import sys
 from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.data import DataLoader, Sampler
 
 from everstep.checkpoint.snapshot import RNG
+from everstep.checkpoint.zero import is_zero
 from everstep.errors import UsageError
 
 
@@ -38,11 +38,17 @@ def _problem(part: str, target: Any) -> str:
         if isinstance(target, Sampler | DataLoader):
             hint = ". Its position would be lost: use everstep.ReplayableSampler and everstep.replayable_loader"
         return f"a {kind} has no state_dict/load_state_dict{hint}"
-    if isinstance(target, torch.nn.Module) and any(isinstance(m, FullyShardedDataParallel) for m in target.modules()):
+    if isinstance(target, torch.nn.Module) and _is_fully_sharded(target):
         return (
             "FullyShardedDataParallel hands its whole state to every rank at each save. "
             "Use torch.distributed.fsdp.fully_shard, whose state stays sharded"
         )
-    if isinstance(target, ZeroRedundancyOptimizer) and target._overlap_with_ddp:
+    if is_zero(target) and target._overlap_with_ddp:
         return "a ZeroRedundancyOptimizer with overlap_with_ddp=True cannot be restored. Leave that option out"
     return ""
+
+
+def _is_fully_sharded(model: torch.nn.Module) -> bool:
+    """Whether a part of it is a FullyShardedDataParallel, FSDP's first form. Only the script imports that."""
+    module = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
+    return module is not None and any(isinstance(part, module.FullyShardedDataParallel) for part in model.modules())

@@ -31,9 +31,7 @@ def check_world_change(
     own: set[str] = set()
     for rank_file in described:
         own.update(rank_file["own_keys"].keys() - handed_on)
-        own.update(
-            part for part, said in rank_file["parts"].items() if said not in ({"$": "same"}, first["parts"][part])
-        )
+        own.update(part for part, said in rank_file["parts"].items() if said not in (SAME, first["parts"].get(part)))
     named = sorted(path for path in own if path.split("/")[0] not in shared_anyway)
     if named:
         more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""

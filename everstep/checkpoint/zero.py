@@ -6,16 +6,16 @@ rank, at each save. Parameters keep their numbers over all groups, so that no tw
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
-from torch.distributed.optim import ZeroRedundancyOptimizer
 
 
 class ZeroPart:
     """`state_dict` and `load_state_dict` of what this rank steps."""
 
-    def __init__(self, zero: ZeroRedundancyOptimizer) -> None:
+    def __init__(self, zero: Any) -> None:
         self._zero = zero
 
     def state_dict(self) -> dict[str, Any]:
@@ -50,6 +50,12 @@ class ZeroPart:
     def _numbers(self) -> dict[int, int]:
         every = [parameter for group in self._zero.param_groups for parameter in group["params"]]
         return {id(parameter): number for number, parameter in enumerate(every)}
+
+
+def is_zero(target: Any) -> bool:
+    """Whether it is a ZeroRedundancyOptimizer. Its module takes seconds to import, so only the script does that."""
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    return module is not None and isinstance(target, module.ZeroRedundancyOptimizer)
 
 
 def _fields(group: dict[str, Any]) -> dict[str, Any]:
