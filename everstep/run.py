@@ -245,7 +245,7 @@ class Run:
             if self._parent.step > self.total_steps:
                 raise UsageError(
                     f"Checkpoint {self._parent} in {self.checkpoint_directory} was taken after step "
-                    f"{self._parent.step}, and total_steps is {self.total_steps}: raise it, or choose another directory."
+                    f"{self._parent.step}, and total_steps is {self.total_steps}: raise it, or use another directory."
                 )
             self._warn_of_what_changed(team, self._loaded.manifest)
             self._done = self._parent.step
