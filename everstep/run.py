@@ -37,7 +37,7 @@ from everstep.checkpoint.probe import StateProbes
 from everstep.checkpoint.reader import Loaded, read_checkpoint
 from everstep.checkpoint.retention import KEEP
 from everstep.checkpoint.saver import News, Saver, SaveSettings, WhenBusy
-from everstep.checkpoint.snapshot import RNG, put_back, take, unwrap
+from everstep.checkpoint.snapshot import RNG, data_parallel, put_back, take, unwrap
 from everstep.checkpoint.trackable import check_trackable
 from everstep.context import RunContext
 from everstep.data import SampleOrder, SampleSpan
@@ -66,6 +66,9 @@ _NOT_SAID: Any = object()
 
 _LAST_ATTEMPTS = 2
 """To bring the last step to disk before the run ends."""
+
+_REBUILT_FROM = 3
+"""Ranks from which on the order of a sum matters: of two numbers it does not."""
 
 _LAST_SAVE_LIMIT_S = 60.0
 """How long a script that ends before its last step waits for a save under way; one that failed ends at once."""
@@ -145,6 +148,7 @@ class Run:
         self._done = 0
         self._made = 0
         self._phase = Phase.SETUP
+        self._warmed_up = False
         self._in_step = False
         """The loop's body is at work on a step, or has left the loop in it."""
         self._begun = self._finished = False
@@ -177,6 +181,12 @@ class Run:
     def step(self) -> int:
         """Steps done."""
         return self._done
+
+    @property
+    def _promises(self) -> bool:
+        """Whether equal state gives equal losses, bit for bit."""
+        promised = self._deterministic
+        return torch.are_deterministic_algorithms_enabled() if promised is None else promised
 
     @property
     def save_every(self) -> int:
@@ -217,8 +227,9 @@ class Run:
         """
         if self._team is not None or "model" not in self._tracked:
             raise UsageError("Call run.warm_up after run.track(model=...) and before run.resume().")
+        self._warmed_up = True
         team = Team()
-        if team.world_size < 3:
+        if team.world_size < _REBUILT_FROM:
             return
         model = unwrap(self._tracked["model"])
         weights, generators = copy.deepcopy(model.state_dict()), rng.capture()
@@ -237,7 +248,7 @@ class Run:
         self._team = team = Team()
         self.rank = team.rank
         self._begun = self._finished = self._in_step = False
-        self._warn_of_what_is_left_out()
+        self._warn_of_what_is_left_out(team)
         self._parent, self.generation = self._choose_parent(team)
         self._log.generation = self._telemetry.generation = self.generation
         if self._parent is not None:
@@ -457,11 +468,18 @@ class Run:
             raise kind(f"Cannot resume from {name}, since another rank cannot: {others[0]}")
         return loaded
 
-    def _warn_of_what_is_left_out(self) -> None:
+    def _warn_of_what_is_left_out(self, team: Team) -> None:
         for part, consequence in _LEFT_OUT.items():
             if part not in self._declared:
                 hint = "" if part == "model" else f", or {part}=None if there is none"
                 self._warn(f"The {part} is not tracked: {consequence}. Call run.track({part}=...){hint}.")
+        wrapped = any(data_parallel(target) is not None for target in self._tracked.values())
+        if team.world_size >= _REBUILT_FROM and wrapped and self._promises and not self._warmed_up:
+            self._warn(
+                f"With {team.world_size} ranks, DistributedDataParallel sums gradients in another order after a resume "
+                "than in a run that went through, so losses differ in their last bits. Call run.warm_up before "
+                "run.resume."
+            )
 
     def _warn_of_what_changed(self, team: Team, saved: Manifest) -> None:
         """What a checkpoint was saved with, where another thing now means that no bits can be promised."""
@@ -498,7 +516,6 @@ class Run:
             live.pop(RNG)  # another world size: there is nothing to compare it with
         self._loaded = None
         self._probes.begin(self._tracked)
-        deterministic = self._deterministic
         self._check_lease()
         self._tell(
             "resumed",
@@ -508,7 +525,7 @@ class Run:
             parent_step=self._parent.step if self._parent else None,
             saved_digest=saved,
             live_digest=live,
-            deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
+            deterministic=self._promises,
         )
         self._interval.begin(self._done)
         self._requests.begin(self._team, step=self._done)
