@@ -36,11 +36,13 @@ class Replicas:
 
     def compare(self, said: Sequence[Mapping[str, Fingerprint]], *, synchronized: Iterable[str]) -> None:
         """Take every rank's checksums in; `synchronized` are paths that training itself keeps alike once they are."""
-        found: dict[str, set[Fingerprint]] = {}
+        found: dict[str, list[Fingerprint]] = {}
         for theirs in said:
             for path, value in theirs.items():
-                found.setdefault(path, set()).add(value)
-        self.differing = frozenset(path for path, values in found.items() if len(values) > 1)
+                found.setdefault(path, []).append(value)
+        self.differing = frozenset(
+            path for path, values in found.items() if len(values) < len(said) or len(set(values)) > 1
+        )
         self._settled |= (found.keys() - self.differing) & set(synchronized)
 
 

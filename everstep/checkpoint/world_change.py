@@ -27,12 +27,15 @@ def check_world_change(
     """
     first = described[0]
     shared_anyway = {part for part, target in tracked.items() if hasattr(target, "commit")} | {RNG}
-    handed_on = set(first["handed_on"])
-    own: set[str] = set()
-    for rank_file in described:
-        own.update(rank_file["own_keys"].keys() - handed_on)
-        own.update(part for part, said in rank_file["parts"].items() if said not in (SAME, first["parts"].get(part)))
-    named = sorted(path for path in own if path.split("/")[0] not in shared_anyway)
+    parts = {
+        part
+        for rank_file in described
+        for part, said in rank_file["parts"].items()
+        if said not in (SAME, first["parts"].get(part))
+    }
+    paths = {path for rank_file in described for path in rank_file["own_keys"]} - set(first["handed_on"])
+    own = parts | {path for path in paths if _part(path) not in parts}
+    named = sorted(name for name in own if _part(name) not in shared_anyway)
     if named:
         more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
         raise UsageError(
@@ -40,3 +43,7 @@ def check_world_change(
             f"{', '.join(named[:_NAMED])}{more} differed between its ranks, and there is no telling whose the new "
             f"ranks should take. Resume with {manifest.world_size} ranks, or keep it alike on all ranks."
         )
+
+
+def _part(path: str) -> str:
+    return path.split("/", 1)[0]
