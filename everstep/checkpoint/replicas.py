@@ -14,6 +14,10 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from everstep.checkpoint.snapshot import data_parallel, unwrap
+
+Fingerprint = tuple[str | int, ...]
+
 
 class Replicas:
     """Remembers what has been found alike on all ranks and stays so."""
@@ -22,17 +26,17 @@ class Replicas:
         self._settled: set[str] = set()
         self.differing: frozenset[str] = frozenset()
 
-    def checksums(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
-        """Of the plain tensors that have to be compared, by path."""
+    def checksums(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Fingerprint]:
+        """Of the plain tensors that have to be compared, by path: type, shape and sums."""
         return {
-            path: checksum(tensor)
+            path: (str(tensor.dtype), *tensor.shape, *checksum(tensor))
             for path, tensor in tensors.items()
             if path not in self._settled and not isinstance(tensor, DTensor)
         }
 
-    def compare(self, said: Sequence[Mapping[str, tuple[int, ...]]], *, synchronized: Iterable[str]) -> None:
+    def compare(self, said: Sequence[Mapping[str, Fingerprint]], *, synchronized: Iterable[str]) -> None:
         """Take every rank's checksums in; `synchronized` are paths that training itself keeps alike once they are."""
-        found: dict[str, list[tuple[int, ...]]] = {}
+        found: dict[str, list[Fingerprint]] = {}
         for theirs in said:
             for path, value in theirs.items():
                 found.setdefault(path, []).append(value)
@@ -43,14 +47,33 @@ class Replicas:
 
 
 def synchronized_paths(tracked: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> set[str]:
-    """Parameters of a model under DistributedDataParallel, and what optimizers hold for them."""
-    model = tracked.get("model")
-    if not isinstance(model, DistributedDataParallel):
+    """Parameters of models under DistributedDataParallel, and what optimizers hold for them."""
+    parameters = {
+        f"{part}/{name}"
+        for part, wrapper in _data_parallel(tracked).items()
+        for name, _ in unwrap(wrapper).named_parameters()
+    }
+    if not parameters:
         return set()
-    parameters = {f"model/{name}" for name, _ in model.module.named_parameters()}
     optimizers = [part for part, target in tracked.items() if type(target).__module__.startswith("torch.optim.")]
     moments = {path for path in tensors if any(path.startswith(f"{part}/state/") for part in optimizers)}
     return parameters | moments
+
+
+def handed_on_paths(tracked: Mapping[str, Any]) -> set[str]:
+    """Buffers that DistributedDataParallel copies from rank 0 to all before each forward pass: only rank 0's count."""
+    return {
+        f"{part}/{name}"
+        for part, wrapper in _data_parallel(tracked).items()
+        if wrapper.broadcast_buffers
+        for name, _ in unwrap(wrapper).named_buffers()
+        if name not in wrapper.parameters_to_ignore
+    }
+
+
+def _data_parallel(tracked: Mapping[str, Any]) -> dict[str, DistributedDataParallel]:
+    found = {part: data_parallel(target) for part, target in tracked.items()}
+    return {part: wrapper for part, wrapper in found.items() if wrapper is not None}
 
 
 def checksum(tensor: torch.Tensor) -> tuple[int, ...]:

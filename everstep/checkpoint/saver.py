@@ -20,8 +20,8 @@ import torch
 from everstep.checkpoint.arena import Arena
 from everstep.checkpoint.layout import Layout, plan_layout, signature
 from everstep.checkpoint.manifest import ASIDE, CheckpointName
-from everstep.checkpoint.replicas import Replicas, synchronized_paths
-from everstep.checkpoint.snapshot import Snapshot, take
+from everstep.checkpoint.replicas import Fingerprint, Replicas, handed_on_paths, synchronized_paths
+from everstep.checkpoint.snapshot import SAME, Snapshot, take
 from everstep.checkpoint.tree import structure_digest
 from everstep.checkpoint.wire import receive, send
 from everstep.checkpoint.writers import Writer
@@ -86,7 +86,7 @@ class _Statement:
     problem: str
     connected: bool
     planned: bool
-    checksums: dict[str, tuple[int, ...]]
+    checksums: dict[str, Fingerprint]
     structures: dict[str, str]
 
 
@@ -146,8 +146,9 @@ class Saver:
             if self._team.rank and statements[0].structures.get(part) == digest
         }
         described = {
-            "parts": {part: {"$": "same"} if part in same else value for part, value in snapshot.structures.items()},
+            "parts": {part: SAME if part in same else value for part, value in snapshot.structures.items()},
             "own_keys": own_keys,
+            "handed_on": sorted(own_keys.keys() & handed_on_paths(tracked)),
         }
         if not all(said.planned for said in statements) or self._replicas.differing != before:
             problems = self._plan(tensors, described)
