@@ -31,7 +31,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from everstep.checkpoint import rng
-from everstep.checkpoint.manifest import CheckpointName, newest_checkpoint, newest_generation, record_lineage
+from everstep.checkpoint.lineage import newest_checkpoint, newest_generation, record_lineage
+from everstep.checkpoint.manifest import CheckpointName
 from everstep.checkpoint.probe import StateProbes
 from everstep.checkpoint.reader import Loaded, read_checkpoint
 from everstep.checkpoint.retention import KEEP

@@ -18,9 +18,9 @@ from everstep.checkpoint.manifest import (
     CheckpointName,
     FileEntry,
     Manifest,
-    sync_directory,
     write_manifest,
 )
+from everstep.checkpoint.sealed import sync_directory
 from everstep.errors import SaveFailed
 
 _LOOK_EVERY_S = 0.02
