@@ -32,11 +32,13 @@ class Replicas:
 
     def compare(self, said: Sequence[Mapping[str, tuple[int, ...]]], *, synchronized: Iterable[str]) -> None:
         """Take every rank's checksums in; `synchronized` are paths that training itself keeps alike once they are."""
-        found: dict[str, set[tuple[int, ...]]] = {}
+        found: dict[str, list[tuple[int, ...]]] = {}
         for theirs in said:
             for path, value in theirs.items():
-                found.setdefault(path, set()).add(value)
-        self.differing = frozenset(path for path, values in found.items() if len(values) > 1)
+                found.setdefault(path, []).append(value)
+        self.differing = frozenset(
+            path for path, values in found.items() if len(values) < len(said) or len(set(values)) > 1
+        )
         self._settled |= (found.keys() - self.differing) & set(synchronized)
 
 

@@ -10,7 +10,7 @@ import json
 import select
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -63,6 +63,8 @@ class SaveSettings:
 
     when_busy: what the next save does while the one before it is still being written: wait for at most `wait_limit_s`
     and then skip, or skip at once.
+    look_at_lease: ends the process if this rank's lease has run out; returns the moment (CLOCK_BOOTTIME, ns) at which
+    it held. None without a lease.
     """
 
     root: Path
@@ -73,6 +75,7 @@ class SaveSettings:
     when_busy: WhenBusy = "wait"
     wait_limit_s: float = 30.0
     bytes_per_s: float | None = None
+    look_at_lease: Callable[[], int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,6 +245,8 @@ class Saver:
         if described_bytes is None or self._writer is None:
             self._lose(name, problem or "its writer is gone")
             return
+        # What was copied may have waited for a frozen process: the writer counts from here on.
+        held_ns = settings.look_at_lease() if settings.look_at_lease else None
         self._part_of = name
         sent = self._send(
             {
@@ -265,6 +270,7 @@ class Saver:
                     "total_steps": settings.total_steps,
                     "torch_version": torch.__version__,
                     "keep": settings.keep,
+                    "lease_held_ns": held_ns,
                 }
                 if self._team.leads
                 else None,
@@ -285,8 +291,11 @@ class Saver:
         """Wait until no save is under way on any rank. A collective."""
         self._await_free(limit_s)
 
-    def close(self) -> None:
-        """Let the writer go."""
+    def close(self, *, limit_s: float = 0.0) -> None:
+        """Let the writer go, once this rank's share of a save that is under way is done, or the limit has passed."""
+        deadline = time.monotonic() + limit_s
+        while self.busy and (left_s := deadline - time.monotonic()) > 0:
+            self._listen(left_s)
         self._drop_writer()
         if self._arena is not None:
             self._arena.close()
