@@ -15,8 +15,8 @@ import sys
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
@@ -94,7 +94,9 @@ class Crew:
         answers = []
         for rank, channel in enumerate(self._channels):
             if not channel.poll(LONGEST_S):
-                raise RuntimeError(f"Rank {rank} of {self.shape} said nothing for {LONGEST_S:.0f} s to {command} {args}.")
+                raise RuntimeError(
+                    f"Rank {rank} of {self.shape} said nothing for {LONGEST_S:.0f} s to {command} {args}."
+                )
             kind, answer = channel.recv()
             if kind == "failed":
                 raise RuntimeError(f"Rank {rank} of {self.shape} failed at {command} {args}:\n{answer}")

@@ -1,4 +1,4 @@
-"""Ways in which a checkpoint at rest goes bad: by its storage, by people, by saves that were cut off or got mixed up."""
+"""How a checkpoint at rest goes bad: by its storage, by people, by saves that were cut off or got mixed up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Storage that fails while a real run saves to it, and writers that die: training goes on, and so does the last good one.
+"""Storage that fails while a real run saves to it, and writers that die: training goes on, the last good one stays.
 
 Where this process may mount, the storage is a small file system of its own that fills up or is made read-only;
 elsewhere the writer's calls fail as they would there (`failing_medium`).
