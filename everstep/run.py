@@ -372,15 +372,18 @@ class Run:
 
     def _choose_parent(self, team: Team) -> tuple[CheckpointName | None, int]:
         """Rank 0 looks and decides, so that ranks cannot disagree about a directory that changes."""
-        choice: tuple[CheckpointName | None, int, str] = (None, 0, "")
+        choice: tuple[CheckpointName | None, int, EverstepError | None] = (None, 0, None)
         if team.leads:
             try:
-                choice = (*self._look_for_parent(), "")
+                choice = (*self._look_for_parent(), None)
+            except EverstepError as err:
+                choice = (None, 0, err)
             except OSError as err:
-                choice = (None, 0, f"{type(err).__name__}: {err}")
+                what = f"Cannot use checkpoint directory {self.checkpoint_directory}: {type(err).__name__}: {err}."
+                choice = (None, 0, UsageError(what))
         parent, generation, problem = team.broadcast(choice)
         if problem:
-            raise UsageError(f"Cannot use checkpoint directory {self.checkpoint_directory}: {problem}.")
+            raise problem
         return parent, generation
 
     def _look_for_parent(self) -> tuple[CheckpointName | None, int]:

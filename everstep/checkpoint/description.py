@@ -78,8 +78,10 @@ def tensor_entries(structure: Any) -> Iterator[dict[str, Any]]:
     if kind == "tensor":
         _check_tensor(structure)
         yield structure
-    elif kind in ("array", "scalar", "bytes"):
-        _check_data(structure)
+    elif kind in ("array", "scalar"):
+        _check_array(structure)
+    elif kind == "bytes":
+        _decode(structure)
     elif kind == "tuple" and isinstance(structure.get("items"), list):
         yield from tensor_entries(structure["items"])
     elif kind in _MAPPINGS and isinstance(structure.get("items"), list):
@@ -110,11 +112,21 @@ def _check_tensor(entry: Mapping[str, Any]) -> None:
     item_bytes(dtype)
 
 
-def _check_data(entry: Mapping[str, Any]) -> None:
+def _check_array(entry: Mapping[str, Any]) -> None:
+    """`dtype` as numpy writes it: byte order, kind, length of an item (of a text: its letters, of four bytes each)."""
+    dtype = re.fullmatch(r"[<>|=]([biufcmMSUV])([0-9]{1,9})(?:\[[0-9A-Za-z]+\])?", str(entry.get("dtype")))
+    if dtype is None:
+        raise ValueError(f"holds an array of type {entry.get('dtype')!r}, which there is not")
+    length = int(dtype[2]) * (4 if dtype[1] == "U" else 1)
+    if len(_decode(entry)) != length * math.prod(_check_dimensions(entry.get("shape"), "an array")):
+        raise ValueError("holds an array of another length than its shape")
+
+
+def _decode(entry: Mapping[str, Any]) -> bytes:
     try:
-        binascii.a2b_base64(entry["data"], strict_mode=True)
+        return binascii.a2b_base64(entry["data"], strict_mode=True)
     except (KeyError, TypeError, ValueError) as err:
-        raise ValueError(f"holds an array that cannot be decoded ({err})") from err
+        raise ValueError(f"holds data that cannot be decoded ({err})") from err
 
 
 def _check_chunks(chunks: Any, *, shard_bytes: int) -> None:

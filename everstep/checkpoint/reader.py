@@ -70,7 +70,7 @@ def read_checkpoint(directory: Path, *, rank: int, world_size: int, tracked: Map
     _load({own_keys.get(path, path): tensor for path, tensor in tensors.items()}, reader, directory)
     try:
         states = {part: unflatten(structure, tensors) for part, structure in parts.items()}
-    except (ValueError, TypeError, ArithmeticError) as err:
+    except (ValueError, TypeError, ArithmeticError, LookupError, RecursionError) as err:
         fault = Fault(kind="description", file=rank_file(source), what=f"holds a value that cannot be made ({err})")
         raise damaged(manifest, directory, [fault]) from err
     known = {

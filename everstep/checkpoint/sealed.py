@@ -16,7 +16,10 @@ FORMAT = 2
 
 
 def put_sealed(path: Path, body: Mapping[str, Any], *, may_put: Callable[[], None] = lambda: None) -> None:
-    """Put a JSON object in place, with its own hash, whole or not at all, and durably. Raises OSError."""
+    """Put a JSON object in place, with its own hash, whole or not at all, and durably.
+
+    may_put: called between all the slow work and the rename. Raises OSError; then nothing is in place.
+    """
     aside = path.with_name(path.name + ".tmp")
     with aside.open("w") as file:
         file.write(json.dumps({**body, "self_sha256": _self_hash(body)}, indent=1))
@@ -24,7 +27,11 @@ def put_sealed(path: Path, body: Mapping[str, Any], *, may_put: Callable[[], Non
         os.fsync(file.fileno())
     may_put()
     aside.rename(path)
-    sync_directory(path.parent)
+    try:
+        sync_directory(path.parent)
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
 
 
 def read_sealed(path: Path) -> dict[str, Any]:

@@ -43,12 +43,21 @@ def _flatten(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Structu
     if isinstance(value, DTensor) and any(placement.is_partial() for placement in value.placements):
         raise UnsupportedState(f"Cannot save {path}: a DTensor with pending sums. Call redistribute() on it first.")
     if isinstance(value, torch.Tensor):
+        if path in tensors:
+            raise UnsupportedState(
+                f"Cannot save {path}: two tensors in it would have that name. Rename one of its keys."
+            )
         tensors[path] = value.detach()
         return {"$": "tensor", "path": path, "dtype": str(value.dtype), "shape": list(value.shape)}
     if isinstance(value, np.ndarray | np.generic):
         array = np.asarray(value)
         if array.dtype.hasobject:
             raise UnsupportedState(f"Cannot save {path}: an array of Python objects. Keep numbers in it.")
+        if np.dtype(array.dtype.str) != array.dtype:
+            raise UnsupportedState(
+                f"Cannot save {path}: an array of type {array.dtype}, which no file of ours can hold. "
+                "Save its fields one by one, as arrays of numbers."
+            )
         kind = "array" if isinstance(value, np.ndarray) else "scalar"
         return {"$": kind, "dtype": array.dtype.str, "shape": list(array.shape), "data": _text(array.tobytes())}
     if value is None or isinstance(value, bool | int | float | str):
