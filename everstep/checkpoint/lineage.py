@@ -111,6 +111,18 @@ def recorded_parents(root: Path) -> dict[int, CheckpointName | None]:
     return found
 
 
+def damaged_notes(root: Path) -> list[str]:
+    """What is wrong with the notes of the generations under `root`, in sentences."""
+    problems = []
+    for generation in range(1, newest_generation(root) + 1):
+        if os.path.lexists(_lineage_path(root, generation)):
+            try:
+                read_lineage(root, generation)
+            except CheckpointDamaged as err:
+                problems.append(str(err))
+    return problems
+
+
 def newest_generation(root: Path) -> int:
     """The highest generation that has a directory under `root`; 0 if none."""
     names = (re.fullmatch(r"generation-(\d{5,})", path.name) for path in root.glob("generation-*"))

@@ -45,6 +45,12 @@ class CheckpointName:
             raise CheckpointMissing(f"Cannot resume from {text!r}: say <generation>:<step>, like 1:60.")
         return cls(generation=int(match[1]), step=int(match[2]))
 
+    @classmethod
+    def of_place(cls, directory: Path) -> CheckpointName | None:
+        """The checkpoint that a directory is for, by its last two names; None if it is none's."""
+        match = re.fullmatch(r"generation-([0-9]{1,18})/step-([0-9]{1,18})", "/".join(directory.absolute().parts[-2:]))
+        return None if match is None else cls(generation=int(match[1]), step=int(match[2]))
+
     def directory(self, root: Path) -> Path:
         return root / f"generation-{self.generation:05d}" / f"step-{self.step:08d}"
 

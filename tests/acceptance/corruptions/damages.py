@@ -138,13 +138,14 @@ def no_permission(case: Case) -> str:
     path = case.any_file()
     case.put(path, path.read_bytes())
     path.chmod(0)
-    case.as_nobody = True
+    case.as_nobody, case.agent_can_see = True, False
     return path.name
 
 
 def read_error(case: Case) -> str:
     path = case.any_file()
     case.unreadable = f"{case.directory.parent.name}/{case.directory.name}/{path.name}"
+    case.agent_can_see = False
     return path.name
 
 

@@ -134,7 +134,10 @@ def judge_failing_save(kind: str, crew: Crew, folder: Path, rng: random.Random, 
 def _three_saves(trial: Trial, fail: Callable[[Trial], str]) -> tuple[str, str, str]:
     """(what was accepted that is bad, what was refused that is good, what was done)."""
     crew, root = trial.crew, trial.root
-    truth = {GOOD: _truth(crew.ask("save", GOOD))}
+    answers = crew.ask("save", GOOD)
+    truth = {GOOD: _truth(answers)}
+    if f"saved {GOOD}" not in answers[0][1]:
+        return "", f"told {answers[0][1]} of a save that nothing hinders", "nothing yet"
     what = fail(trial)
     answers = crew.ask("save", LOST)
     truth[LOST] = _truth(answers)

@@ -53,6 +53,8 @@ class Case:
         self.unreadable = ""
         """Reads of files whose path holds this end in EIO."""
         self.as_nobody = False
+        self.agent_can_see = True
+        """Whether names, sizes and the manifest's own hash, which are all that an agent looks at, give it away."""
         self.world_size = ground.crew.shape.world_size
         for path in ground.root.rglob("*"):
             copy = root / path.relative_to(ground.root)

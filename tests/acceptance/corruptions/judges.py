@@ -43,8 +43,8 @@ def judge_damaged(kind: str, case: Case, what: str) -> Result:
     if not bad and not found and not loaded:
         refusal = next(reply.said for reply in replies if reply.outcome != "loaded")
         bad = f"verification finds nothing, and a rank says {refusal}"
-    visible = {"manifest", "size", "no manifest"} & set(found)
-    if not bad and visible and _listed(case):
+    listed, visible = _listed(case), {"manifest", "size", "no manifest"} & set(found)
+    if not bad and listed and visible and case.agent_can_see:
         bad = f"the agent takes it for complete: {said}"
     bad = bad or _bad_choice(case)
     return Result(kind=kind, shape=str(case.ground.crew.shape), what=what, found=found, accepted_bad=bad)

@@ -184,6 +184,7 @@ NONSENSE: dict[str, Callable[[Manifest, Described], None]] = {
 def nonsense(case: Case) -> str:
     name = case.rng.choice(list(NONSENSE))
     case.reseal(NONSENSE[name])
+    case.agent_can_see = False
     return name
 
 
