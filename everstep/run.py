@@ -31,7 +31,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from everstep.checkpoint import rng
-from everstep.checkpoint.manifest import CheckpointName, Manifest, newest_checkpoint, newest_generation, record_lineage
+from everstep.checkpoint.lineage import newest_checkpoint, newest_generation, record_lineage
+from everstep.checkpoint.manifest import CheckpointName, Manifest
 from everstep.checkpoint.ownership import foreign_owner, not_ours
 from everstep.checkpoint.probe import StateProbes
 from everstep.checkpoint.reader import Loaded, read_checkpoint
@@ -411,15 +412,18 @@ class Run:
 
     def _choose_parent(self, team: Team) -> tuple[CheckpointName | None, int]:
         """Rank 0 looks and decides, so that ranks cannot disagree about a directory that changes."""
-        choice: tuple[CheckpointName | None, int, str] = (None, 0, "")
+        choice: tuple[CheckpointName | None, int, EverstepError | None] = (None, 0, None)
         if team.leads:
             try:
-                choice = (*self._look_for_parent(), "")
-            except (OSError, UsageError) as err:
-                choice = (None, 0, str(err) if isinstance(err, UsageError) else f"{type(err).__name__}: {err}")
+                choice = (*self._look_for_parent(), None)
+            except EverstepError as err:
+                choice = (None, 0, err)
+            except OSError as err:
+                what = f"Cannot use checkpoint directory {self.checkpoint_directory}: {type(err).__name__}: {err}."
+                choice = (None, 0, UsageError(what))
         parent, generation, problem = team.broadcast(choice)
         if problem:
-            raise UsageError(f"Cannot use checkpoint directory {self.checkpoint_directory}: {problem.rstrip('.')}.")
+            raise problem
         return parent, generation
 
     def _look_for_parent(self) -> tuple[CheckpointName | None, int]:
@@ -429,8 +433,8 @@ class Run:
             other = "" if parent else foreign_owner(root, self._context.job)
             if other:
                 raise UsageError(
-                    f"it holds checkpoints of job {other}, and this job, {self._context.job}, starts from the "
-                    "beginning; give each job a directory of its own"
+                    f"Cannot use checkpoint directory {root}: it holds checkpoints of job {other}, and this job, "
+                    f"{self._context.job}, starts from the beginning. Give each job a directory of its own."
                 )
         else:
             newest = None if self._context.parent else newest_checkpoint(root)

@@ -11,7 +11,7 @@ import base64
 import hashlib
 import json
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -119,18 +119,6 @@ def unflatten(structure: Structure, tensors: Mapping[str, torch.Tensor]) -> Any:
             return tuple(unflatten(item, tensors) for item in structure["items"])
         case kind:
             return _MAPPINGS[kind]({key: unflatten(item, tensors) for key, item in structure["items"]})
-
-
-def tensor_entries(structure: Structure) -> Iterator[dict[str, Any]]:
-    """Every entry of kind `tensor` in a structure."""
-    if isinstance(structure, list):
-        for item in structure:
-            yield from tensor_entries(item)
-    elif isinstance(structure, dict):
-        if structure["$"] == "tensor":
-            yield structure
-        for item in structure.get("items", []):
-            yield from tensor_entries(item)
 
 
 def tensor_hash(tensor: torch.Tensor) -> str:
