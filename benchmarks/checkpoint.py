@@ -103,9 +103,11 @@ class Rivals:
 
     def newest(self, name: str) -> Path:
         """Where this way has last saved."""
-        return complete_checkpoints(self._root / "ours")[-1].name.directory(self._root / "ours") if (
-            name == OURS
-        ) else self._newest[name]
+        return (
+            complete_checkpoints(self._root / "ours")[-1].name.directory(self._root / "ours")
+            if (name == OURS)
+            else self._newest[name]
+        )
 
     # --- Saving ---------------------------------------------------------------------------------------------------
 
@@ -210,9 +212,7 @@ class Rivals:
         """Sizes and hashes checked, and put back into the live objects."""
         directory = self.newest(OURS)
         started = time.monotonic()
-        loaded = read_checkpoint(
-            directory, rank=dist.get_rank(), world_size=self.world_size, tracked=self.run._tracked
-        )
+        loaded = read_checkpoint(directory, rank=dist.get_rank(), world_size=self.world_size, tracked=self.run._tracked)
         put_back(self.run._tracked, loaded.states)
         return time.monotonic() - started
 

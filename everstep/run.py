@@ -514,8 +514,8 @@ class Run:
         started = time.monotonic()
         with self._during(Phase.SAVE), self._split.saving():
             self._hear_of_saves()
-            begun = self._saver.save(CheckpointName(generation=self.generation, step=self._done), self._tracked)
-            self._probes.begin(self._tracked)
+            name = CheckpointName(generation=self.generation, step=self._done)
+            begun = self._saver.save(name, self._tracked, look=self._probes.begin_with)
         self._blocked_s = time.monotonic() - started
         self._hear_of_saves()
         if begun:

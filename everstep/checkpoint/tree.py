@@ -24,6 +24,7 @@ Structure = Any
 """JSON: None, bool, int, float, str and list stand for themselves; an object is one of the kinds below, by its "$"."""
 
 _MAPPINGS: dict[str, type] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
+_PLAIN = frozenset({type(None), bool, int, float, str})
 
 
 def flatten(tree: Any, *, path: str) -> tuple[Structure, dict[str, torch.Tensor]]:
@@ -36,6 +37,11 @@ def flatten(tree: Any, *, path: str) -> tuple[Structure, dict[str, torch.Tensor]
 
 
 def _flatten(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Structure:
+    # Training waits for it: most leaves are plain, and generators hold hundreds of numbers in a row.
+    if type(value) in _PLAIN:
+        return value
+    if type(value) in (list, tuple) and _PLAIN.issuperset(map(type, value)):
+        return list(value) if type(value) is list else {"$": "tuple", "items": list(value)}
     if isinstance(value, torch.Tensor) and value.layout != torch.strided:
         raise UnsupportedState(
             f"Cannot save {path}: {type(value).__name__} with layout {value.layout} is not supported."
