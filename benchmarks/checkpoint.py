@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import multiprocessing
 import os
 import shutil
 import socket
@@ -31,11 +32,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as multiprocessing
 from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
+from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 import everstep
@@ -176,7 +177,7 @@ class Rivals:
     def dcp_save(self) -> Timed:
         path = self._fresh("DCP save")
         started = time.monotonic()
-        dcp.save(self.state(), checkpoint_id=path)
+        save(self.state(), checkpoint_id=path)
         blocked_s = time.monotonic() - started
         return blocked_s, blocked_s
 
@@ -185,7 +186,7 @@ class Rivals:
         started = time.monotonic()
         stager = self._stager if kind is AsyncCheckpointerType.PROCESS else None
         with _quiet():  # what it starts with the first call logs each save, and a stack when it is let go
-            answer: Any = dcp.async_save(
+            answer: Any = async_save(
                 self.state(), checkpoint_id=path, async_checkpointer_type=kind, async_stager=stager
             )
         staged = getattr(answer, "staging_completion", None)
@@ -226,7 +227,7 @@ class Rivals:
         path = self.newest("DCP save")
         started = time.monotonic()
         state = self.state()
-        dcp.load(state, checkpoint_id=path)
+        load(state, checkpoint_id=path)
         self._put_back(state)
         return time.monotonic() - started
 
@@ -285,19 +286,19 @@ def measure_rank(rank: int, world_size: int, port: int, root: str, megabytes: in
     rivals = Rivals(Path(root), megabytes=megabytes, total_steps=10**6)
     times: dict[str, dict[str, list[float]]] = {"blocked": {}, "durable": {}, "cached": {}, "disk": {}}
     for number in range(rounds + 1):
-        for name, save in rivals.saves.items():
+        for name, way in rivals.saves.items():
             dist.barrier()
-            blocked_s, durable_s = save()
+            blocked_s, durable_s = way()
             for kind, seconds in (("blocked", slowest(blocked_s)), ("durable", slowest(durable_s))):
                 if number and seconds is not None:
                     times[kind].setdefault(name, []).append(seconds)
     for number in range(rounds + 1):
         for kind in ("cached", "disk"):
-            for name, load in rivals.loads.items():
+            for name, way in rivals.loads.items():
                 if kind == "disk":
                     _forget(rivals.newest({OURS: OURS, "torch.load": "torch.save", "DCP load": "DCP save"}[name]))
                 dist.barrier()
-                seconds = slowest(load())
+                seconds = slowest(way())
                 if number and seconds is not None:
                     times[kind].setdefault(name, []).append(seconds)
     if rank == 0:
@@ -310,11 +311,9 @@ def measure(world_size: int, root: Path, *, megabytes: int, rounds: int) -> dict
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    results = context.SimpleQueue()
-    multiprocessing.spawn(
-        measure_rank, (world_size, port, str(root), megabytes, rounds, results), nprocs=world_size, join=True
-    )
+    results = multiprocessing.get_context("spawn").SimpleQueue()
+    arguments = (world_size, port, str(root), megabytes, rounds, results)
+    spawn(measure_rank, arguments, nprocs=world_size)  # type: ignore[no-untyped-call]
     found: dict[str, Any] = results.get()
     return found
 
