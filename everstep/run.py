@@ -65,6 +65,9 @@ _NOT_SAID: Any = object()
 _LAST_ATTEMPTS = 2
 """To bring the last step to disk before the run ends."""
 
+_LAST_SAVE_LIMIT_S = 60.0
+"""How long a script that ends before its last step waits for a save under way; one that failed ends at once."""
+
 _LEFT_OUT = {
     "model": "its weights are neither saved nor restored, so that a recovery starts training from scratch",
     "optimizer": "its moments are lost in a recovery; the loss goes on almost unchanged and then drifts",
@@ -459,6 +462,7 @@ class Run:
                 parent=self._parent,
                 keep=self.keep,
                 when_busy=self._when_busy,
+                look_at_lease=self._lease.check if self._lease else None,
             ),
             self._team,
         )
@@ -515,27 +519,23 @@ class Run:
         with self._during(Phase.SAVE), self._split.saving():
             self._hear_of_saves()
             name = CheckpointName(generation=self.generation, step=self._done)
-            begun = self._saver.save(name, self._tracked, look=self._probes.begin_with)
+            self._saver.save(name, self._tracked, look=self._probes.begin_with)
         self._blocked_s = time.monotonic() - started
         self._hear_of_saves()
-        if begun:
-            self._interval.saved(self._done, blocked_s=self._blocked_s)
+        self._interval.saved(self._done, blocked_s=self._blocked_s)
         if self._interval.measures:
             self._interval.steps = self._team.greatest(self._interval.best_steps() if self._team.leads else 0)[0]
 
     def _save_for_good(self) -> None:
         """Wait for what is under way, and return once the last step is on disk, or could not be brought there."""
         assert self._team is not None and self._saver is not None
-        for _ in range(_LAST_ATTEMPTS):
-            with self._during(Phase.SAVE):
-                self._saver.settle()
-            self._hear_of_saves()
-            if self._team.broadcast(self._saved_step == self._done):
-                return
-            self._save()
         with self._during(Phase.SAVE):
-            self._saver.settle()
-        self._hear_of_saves()
+            for attempts_left in reversed(range(_LAST_ATTEMPTS + 1)):
+                self._saver.settle()
+                self._hear_of_saves()
+                if not attempts_left or self._team.broadcast(self._saved_step == self._done):
+                    return
+                self._save()
 
     def _hear_of_saves(self) -> None:
         """Tell what has become of earlier saves."""
@@ -635,7 +635,9 @@ class Run:
 
     def _stop(self) -> None:
         if self._saver is not None:
-            self._saver.close()
+            failed = getattr(sys, "last_value", None) is not None
+            self._saver.close(limit_s=0.0 if failed else _LAST_SAVE_LIMIT_S)
+            self._hear_of_saves()
         self._log.write("stop", step=self._done)
         self._telemetry.close()
 

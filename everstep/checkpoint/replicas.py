@@ -32,7 +32,8 @@ class Replicas:
 
     def fingerprint(self, tensors: Mapping[str, torch.Tensor]) -> bytes:
         """Of all that this rank takes for alike (8 bytes); equal on all ranks as long as it is."""
-        digest = hashlib.blake2b(repr(self.checksums(tensors)).encode(), digest_size=8)
+        in_full = {path: tensor for path, tensor in tensors.items() if path not in self.differing}
+        digest = hashlib.blake2b(repr(self.checksums(in_full)).encode(), digest_size=8)
         for values in sampled(tensor for path, tensor in tensors.items() if path in self._settled):
             digest.update(values)
         return digest.digest()
@@ -42,23 +43,22 @@ class Replicas:
         self._settled.clear()
 
     def checksums(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
-        """Of the plain tensors that have to be compared in full, by path."""
+        """Of the plain tensors that have to be compared, by path."""
         return {
             path: checksum(tensor)
             for path, tensor in tensors.items()
-            if path not in self._settled and path not in self.differing and not isinstance(tensor, DTensor)
+            if path not in self._settled and not isinstance(tensor, DTensor)
         }
 
     def compare(self, said: Sequence[Mapping[str, tuple[int, ...]]], *, synchronized: Iterable[str]) -> None:
-        """Take every rank's checksums in; `synchronized` are paths that training itself keeps alike once they are.
-
-        What differs once is taken to differ from then on.
-        """
-        found: dict[str, set[tuple[int, ...]]] = {}
+        """Take every rank's checksums in; `synchronized` are paths that training itself keeps alike once they are."""
+        found: dict[str, list[tuple[int, ...]]] = {}
         for theirs in said:
             for path, value in theirs.items():
-                found.setdefault(path, set()).add(value)
-        self.differing |= {path for path, values in found.items() if len(values) > 1}
+                found.setdefault(path, []).append(value)
+        self.differing = frozenset(
+            path for path, values in found.items() if len(values) < len(said) or len(set(values)) > 1
+        )
         self._settled |= (found.keys() - self.differing) & set(synchronized)
 
 

@@ -54,6 +54,8 @@ class SaveSettings:
 
     when_busy: what the next save does while the one before it is still being written: wait for at most `wait_limit_s`
     and then skip, or skip at once.
+    look_at_lease: ends the process if this rank's lease has run out; returns the moment (CLOCK_BOOTTIME, ns) at which
+    it held. None without a lease.
     """
 
     root: Path
@@ -64,6 +66,7 @@ class SaveSettings:
     when_busy: WhenBusy = "wait"
     wait_limit_s: float = 30.0
     bytes_per_s: float | None = None
+    look_at_lease: Callable[[], int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +180,7 @@ class Saver:
         return taken
 
     def _compare(self, tracked: Mapping[str, Any], taken: _Taken, *, in_doubt: bool) -> bool:
-        """Compare tensor by tensor what may be alike; True where more differs than was known. A collective."""
+        """Compare tensor by tensor what may be alike; True where other ones differ than before. A collective."""
         before = self._replicas.differing
         if self._team.world_size > 1:
             if in_doubt:
@@ -277,6 +280,8 @@ class Saver:
         if described_bytes is None or self._writer is None:
             self._lose(name, problem or "its writer is gone")
             return
+        # What was copied may have waited for a frozen process: the writer counts from here on.
+        held_ns = settings.look_at_lease() if settings.look_at_lease else None
         self._part_of = name
         sent = self._send(
             {
@@ -300,6 +305,7 @@ class Saver:
                     "total_steps": settings.total_steps,
                     "torch_version": torch.__version__,
                     "keep": settings.keep,
+                    "lease_held_ns": held_ns,
                 }
                 if self._team.leads
                 else None,
@@ -320,8 +326,11 @@ class Saver:
         """Wait until no save is under way on any rank. A collective."""
         self._await_free(limit_s)
 
-    def close(self) -> None:
-        """Let the writer go."""
+    def close(self, *, limit_s: float = 0.0) -> None:
+        """Let the writer go, once this rank's share of a save that is under way is done, or the limit has passed."""
+        deadline = time.monotonic() + limit_s
+        while self.busy and (left_s := deadline - time.monotonic()) > 0:
+            self._listen(left_s)
         self._drop_writer()
         if self._arena is not None:
             self._arena.close()

@@ -151,7 +151,7 @@ class Connection:
             torch_version=said["torch_version"],
         )
         paths = LeasePaths.from_environment(os.environ)
-        lease = None if paths is None else PublishingLease(paths)
+        lease = None if paths is None else PublishingLease(paths, held_ns=said["lease_held_ns"])
         began, problem = time.monotonic(), ""
         manifest: Manifest | None = None
         try:
@@ -165,10 +165,7 @@ class Connection:
             problem = str(err)
         except OSError as err:
             problem = f"{type(err).__name__}: {err}"
-        left = ""
-        if manifest is not None:
-            self._node.rehash(self, name.directory(publication.root), name)
-            left = _retain(publication, keep=said["keep"])
+        left = _retain(publication, keep=said["keep"]) if manifest is not None else ""
         self.tell(
             "save",
             name,
@@ -177,6 +174,8 @@ class Connection:
             seconds=time.monotonic() - began,
             left=left,
         )
+        if manifest is not None:
+            self._node.rehash(self, name.directory(publication.root), name)
 
 
 def _retain(publication: Publication, *, keep: int) -> str:

@@ -35,7 +35,6 @@ def manifest(text: str, parent: str | None = None) -> Manifest:
         created_at=0.0,
         torch_version="2",
         files=(),
-        digests={0: {"model": "ab"}},
     )
 
 
