@@ -31,6 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from everstep.checkpoint import rng
+from everstep.checkpoint.left_overs import unfinished_saves
 from everstep.checkpoint.lineage import newest_checkpoint, newest_generation, record_lineage
 from everstep.checkpoint.manifest import CheckpointName, Manifest
 from everstep.checkpoint.ownership import foreign_owner, not_ours
@@ -432,6 +433,15 @@ class Run:
             raise problem
         return parent, generation
 
+    def _warn_of_unfinished_saves(self, parent: CheckpointName | None) -> None:
+        names = [str(name) for name in unfinished_saves(self.checkpoint_directory, after=parent)]
+        if names:
+            goes_on = f"goes on from checkpoint {parent}" if parent else "starts from the beginning"
+            self._warn(
+                f"The save of {', '.join(names[-3:])} under {self.checkpoint_directory} was never finished: it does "
+                f"not count, and training {goes_on}."
+            )
+
     def _look_for_parent(self) -> tuple[CheckpointName | None, int]:
         root = self.checkpoint_directory
         if self._context.generation is not None:
@@ -446,6 +456,7 @@ class Run:
             newest = None if self._context.parent else newest_checkpoint(root)
             parent = newest.name if newest else self._context.parent
             generation = newest_generation(root) + 1
+        self._warn_of_unfinished_saves(parent)
         record_lineage(root, generation, parent=parent)
         return parent, generation
 
@@ -579,10 +590,17 @@ class Run:
         self._requests.leave_if_told()
 
     def _finish(self) -> None:
-        self._save_for_good()
-        self._check_lease()
+        """Not finished before the last step is on disk: a job that ends without its result has not succeeded."""
         self._finished = True
-        self._tell("finished", step=self._done)
+        saved = self._save_for_good()
+        self._check_lease()
+        if saved:
+            self._tell("finished", step=self._done)
+        else:
+            self._warn(
+                f"Step {self._done}, the last one, could not be saved under {self.checkpoint_directory}: this run does "
+                "not count as finished. Once there is room, start it again: it goes on from its last checkpoint."
+            )
 
     def _save(self) -> None:
         """Begin to save, all ranks together. A failure is told and survived: the next save tries again."""
@@ -598,16 +616,18 @@ class Run:
         if self._interval.measures:
             self._interval.steps = self._team.greatest(self._interval.best_steps() if self._team.leads else 0)[0]
 
-    def _save_for_good(self) -> None:
-        """Wait for what is under way, and return once the last step is on disk, or could not be brought there."""
+    def _save_for_good(self) -> bool:
+        """Wait for what is under way, and return whether the last step is on disk, or could not be brought there."""
         assert self._team is not None and self._saver is not None
         with self._during(Phase.SAVE):
             for attempts_left in reversed(range(_LAST_ATTEMPTS + 1)):
                 self._saver.settle()
                 self._hear_of_saves()
-                if not attempts_left or self._team.broadcast(self._saved_step == self._done):
-                    return
+                saved = self._team.broadcast(self._saved_step == self._done)
+                if saved or not attempts_left:
+                    break
                 self._save()
+        return saved
 
     def _hear_of_saves(self) -> None:
         """Tell what has become of earlier saves."""
