@@ -67,7 +67,7 @@ def step_directory(root: Path, name: CheckpointName, token: str) -> Path:
 
 
 def prepare_root(root: Path) -> None:
-    """Make the directory, for this user alone. Raises `SaveFailed` where it, or the one above it, is somebody else's."""
+    """Make the directory, for this user alone. Raises `SaveFailed` where it or the one above is somebody else's."""
     for directory in (root.parent, root):
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)

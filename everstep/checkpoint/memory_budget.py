@@ -32,8 +32,8 @@ def refuse_budget(room: Room, *, part_bytes: int, copies: int, untouched_bytes: 
     what = f"{SNAPSHOTS} snapshots of {_mib(part_bytes)}" + (" and as much for the partner node" if copies > 1 else "")
     if needed > room.tmpfs_bytes * (1 - _LEFT_FREE):
         return (
-            f"{what} need {_mib(needed)} in {room.place}, where {_mib(room.tmpfs_bytes)} are free: mount a larger tmpfs "
-            "there, shard the state over more ranks, or do without the memory tier"
+            f"{what} need {_mib(needed)} in {room.place}, where {_mib(room.tmpfs_bytes)} are free: "
+            "mount a larger tmpfs there, shard the state over more ranks, or do without the memory tier"
         )
     if room.memory_bytes is not None and needed + untouched_bytes > room.memory_bytes * (1 - _LEFT_FREE):
         return (
