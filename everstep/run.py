@@ -39,7 +39,8 @@ from everstep.checkpoint.manifest import (
     read_lineage,
     record_lineage,
 )
-from everstep.checkpoint.memory_load import Seen, assemble, disband, look
+from everstep.checkpoint.memory import Held
+from everstep.checkpoint.memory_load import assemble, disband, look
 from everstep.checkpoint.memory_tier import MemorySettings
 from everstep.checkpoint.probe import StateProbes
 from everstep.checkpoint.reader import Loaded, read_checkpoint
@@ -404,7 +405,7 @@ class Run:
 
     # --- Resuming -------------------------------------------------------------------------------------------------
 
-    def _choose_parent(self, team: Team, seen: Sequence[Seen]) -> None:
+    def _choose_parent(self, team: Team, seen: Sequence[Sequence[Held]]) -> None:
         """Rank 0 looks and decides, so that ranks cannot disagree about a directory that changes."""
         choice: tuple[_Start | None, str] = (None, "")
         if team.leads:
@@ -420,12 +421,12 @@ class Run:
         self._on_disk = start.on_disk
         self._log.generation = self._telemetry.generation = self.generation
 
-    def _look_for_parent(self, seen: Sequence[Seen]) -> _Start:
+    def _look_for_parent(self, seen: Sequence[Sequence[Held]]) -> _Start:
         """`seen`: what of each node's memory may be used."""
         root = self.checkpoint_directory
         in_memory = {
             name: token
-            for name, token in memory.whole_snapshots(held for one in seen for held in one.held).items()
+            for name, token in memory.whole_snapshots(held for one in seen for held in one).items()
             if (lineage := read_lineage(root, name.generation)) is not None and lineage.token == token
         }
         if self._context.generation is not None:
@@ -441,7 +442,7 @@ class Run:
             on_disk=parent is not None and (parent.directory(root) / MANIFEST).exists(),
         )
 
-    def _load_best(self, team: Team, seen: Sequence[Seen], name: CheckpointName) -> Loaded:
+    def _load_best(self, team: Team, seen: Sequence[Sequence[Held]], name: CheckpointName) -> Loaded:
         """From memory where it is there, else, or where that is not whole, from disk; another step only if alone."""
         if self._memory_kept is None:
             return self._load(team, name, name.directory(self.checkpoint_directory))
@@ -452,11 +453,11 @@ class Run:
                 )
                 loaded = self._load(team, name, directory)
             finally:
-                disband(team, seen, self._memory_root)
+                disband(self._memory_root)
             self._tier = "memory"
             return loaded
         except (CheckpointDamaged, CheckpointMissing) as err:
-            if not self._on_disk and self._context.generation is not None:
+            if not self._on_disk and self._context.parent is not None:
                 raise
             if not self._on_disk:
                 self._choose_parent(team, ())

@@ -30,19 +30,15 @@ from everstep.checkpoint.manifest import (
 from everstep.checkpoint.memory import Held, held_in, prepare_root
 from everstep.checkpoint.reader import needed_blocks
 from everstep.checkpoint.storage import Block
-from everstep.errors import CheckpointDamaged, EverstepError, SaveFailed
+from everstep.errors import CheckpointDamaged, EverstepError
 from everstep.ranks import Team
 
 _CHUNK_BYTES = 32 << 20
 _ASSEMBLED = ".assembled-"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Seen:
-    """What one rank finds in its node's memory. Equal places are the same memory, whatever a node is called."""
-
-    place: tuple[str, int, int]
-    held: tuple[Held, ...]
+Place = tuple[str, int, int]
+"""Of a node's memory: equal places are the same memory, whatever a node is called."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,16 +48,16 @@ class _Transfer:
     block: Block
 
 
-def look(team: Team, root: Path) -> list[Seen]:
-    """What each rank finds, in rank order; a collective. A rank whose place cannot be used finds nothing."""
+def look(team: Team, root: Path) -> list[list[Held]]:
+    """What each rank finds in its node's memory, in rank order; a collective. Makes nothing."""
     try:
-        mine = Seen(place=place_of(root), held=tuple(held_in(root)))
-    except (SaveFailed, OSError):
-        mine = Seen(place=("", 0, team.rank), held=())
+        mine = held_in(root)
+    except OSError:
+        mine = []
     return team.gather(mine)
 
 
-def place_of(root: Path) -> tuple[str, int, int]:
+def place_of(root: Path) -> Place:
     """Which memory `root` is in: the kernel, and its directory there. Makes it. Raises `SaveFailed`, OSError."""
     prepare_root(root)
     found = root.stat()
@@ -69,13 +65,20 @@ def place_of(root: Path) -> tuple[str, int, int]:
 
 
 def assemble(
-    team: Team, seen: Sequence[Seen], root: Path, *, name: CheckpointName, token: str, tracked: Mapping[str, Any]
+    team: Team,
+    seen: Sequence[Sequence[Held]],
+    root: Path,
+    *,
+    name: CheckpointName,
+    token: str,
+    tracked: Mapping[str, Any],
 ) -> Path:
-    """The directory that this rank reads the snapshot from; `disband` removes it. A collective.
+    """The directory from which this rank reads the snapshot, of which `seen` has every part. A collective.
 
     Raises `CheckpointDamaged`, on all ranks alike, where files that were there a moment ago cannot be used.
     """
-    pieces = [{held.rank: held for held in sorted(one.held, reverse=True) if _is(held, name, token)} for one in seen]
+    places = _agree(team, name, lambda: place_of(root))
+    pieces = [{held.rank: held for held in sorted(one, reverse=True) if _is(held, name, token)} for one in seen]
     holders = [
         [rank for rank, held in enumerate(pieces) if source in held]
         for source in range(next(held.world_size for one in pieces for held in one.values()))
@@ -83,7 +86,7 @@ def assemble(
     # Ranks that hold the same take turns in sending.
     senders = [ranks[source % len(ranks)] for source, ranks in enumerate(holders)]
     described = _agree(team, name, lambda: _read_described(root, pieces[team.rank], senders, team.rank))
-    leader = _leader(seen, team.rank)
+    leader = places.index(places[team.rank])
     directory = root / f"{_ASSEMBLED}{leader:05d}"
     merged = {source: entry for one in described for source, entry in one.items()}
 
@@ -95,25 +98,20 @@ def assemble(
     if all(len(held) == len(holders) for held in pieces):
         return directory
     needs = team.gather(_needs(team, directory, pieces[team.rank], tracked))
-    transfers = _plan(seen, senders, needs)
+    transfers = _plan(places, senders, needs)
     group = team.apart()
     _agree(team, name, lambda: _transfer(team.rank, group, root, directory, pieces[team.rank], transfers))
     return directory
 
 
-def disband(team: Team, seen: Sequence[Seen], root: Path) -> None:
-    """Remove what `assemble` made, once no rank of the node reads it any more."""
-    if _leader(seen, team.rank) == team.rank:
-        for directory in root.glob(f"{_ASSEMBLED}*"):
-            shutil.rmtree(directory, ignore_errors=True)
+def disband(root: Path) -> None:
+    """Remove what `assemble` made here, once no rank reads it any more, whether it came to its end or not."""
+    for directory in root.glob(f"{_ASSEMBLED}*"):
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _is(held: Held, name: CheckpointName, token: str) -> bool:
     return (held.name, held.token) == (name, token)
-
-
-def _leader(seen: Sequence[Seen], rank: int) -> int:
-    return next(other for other, one in enumerate(seen) if one.place == seen[rank].place)
 
 
 def _agree(team: Team, name: CheckpointName, work: Any) -> list[Any]:
@@ -172,13 +170,13 @@ def _needs(team: Team, directory: Path, mine: Mapping[int, Held], tracked: Mappi
     return [block for block in blocks if block.rank not in mine]
 
 
-def _plan(seen: Sequence[Seen], senders: Sequence[int], needs: Sequence[Sequence[Block]]) -> list[_Transfer]:
+def _plan(places: Sequence[Place], senders: Sequence[int], needs: Sequence[Sequence[Block]]) -> list[_Transfer]:
     """The same list on every rank, each block once for each place: done in this order, nobody waits in a circle."""
-    planned: dict[tuple[tuple[str, int, int], Block], _Transfer] = {}
+    planned: dict[tuple[Place, Block], _Transfer] = {}
     for receiver, blocks in enumerate(needs):
         for block in blocks:
             transfer = _Transfer(sender=senders[block.rank], receiver=receiver, block=block)
-            planned.setdefault((seen[receiver].place, block), transfer)
+            planned.setdefault((places[receiver], block), transfer)
     return list(planned.values())
 
 

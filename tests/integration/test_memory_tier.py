@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import everstep
+from everstep.checkpoint import memory_tier
 from everstep.checkpoint.manifest import CheckpointName, complete_checkpoints
 from everstep.checkpoint.memory import held_in
 
@@ -188,9 +189,7 @@ def test_killed_rank_costs_no_more_steps_than_lie_between_snapshots(
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp"])
-def test_lost_node_is_made_up_for_by_its_partner(
-    tmp_path: Path, undisturbed: dict[bool, Path], sharded: bool
-) -> None:
+def test_lost_node_is_made_up_for_by_its_partner(tmp_path: Path, undisturbed: dict[bool, Path], sharded: bool) -> None:
     in_ranks(tmp_path, "first", nodes=(0, 1), sharded=sharded, partner=True, die_at={1: 14})
     shutil.rmtree(tmp_path / "memory-1")
     assert {(held.rank, held.copied) for held in held_in(tmp_path / "memory-0")} == {(0, False), (1, True)}
@@ -222,3 +221,24 @@ def test_damaged_snapshot_is_passed_over_with_a_sentence(tmp_path: Path, undistu
     said = warnings_of(tmp_path, "again")
     assert "The snapshot 1:20 in memory cannot be used" in said and "Going on from 1:16 on disk" in said
     assert_same_as_undisturbed(tmp_path, undisturbed[False], ["first", "again"])
+
+
+def test_budget_that_does_not_fit_is_refused_and_training_goes_on(
+    tmp_path: Path, undisturbed: dict[bool, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_tier, "available_bytes", lambda: 20_000)
+    assert in_ranks(tmp_path, "tight") == [0, 0]
+    said = warnings_of(tmp_path, "tight")
+    assert said.count("was not kept in memory") == 1, "it is said once"
+    assert "2 snapshots of 1 MiB need 1 MiB of memory, and 1 MiB are free" in said
+    assert len(lines(tmp_path, "tight", 1, "not_kept")) == 1 and not lines(tmp_path, "tight", 0, "kept")
+    assert [manifest.name.step for manifest in complete_checkpoints(tmp_path / "checkpoints")] == [0, SAVE_EVERY, STEPS]
+    assert_same_as_undisturbed(tmp_path, undisturbed[False], ["tight"])
+
+
+def test_partner_on_the_same_node_is_refused_with_a_sentence(tmp_path: Path) -> None:
+    assert in_ranks(tmp_path, "alone", partner=True) == [0, 0]
+    assert "copies on a partner node were asked for, but all ranks share one node's memory" in warnings_of(
+        tmp_path, "alone"
+    )
+    assert not lines(tmp_path, "alone", 0, "kept")
