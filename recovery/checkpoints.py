@@ -33,7 +33,7 @@ from recovery.domain.trust import (
 )
 from recovery.errors import CommandRefused, NotFound
 from recovery.models import CheckpointRow, GenerationRow, IncidentRow, Job, Node, SaveTrouble, StepRow
-from recovery.snapshots import forget_snapshot
+from recovery.snapshots import forget_job
 from recovery.store import from_json
 from recovery.store.situations import load_generations, load_trust
 from recovery.store.timelines import append_entries
@@ -69,7 +69,7 @@ def note_refused_load(generation: GenerationRow, detail: str, *, at: float) -> N
     plan = from_json(generation.plan, RecoveryPlan)
     parent = plan.parent
     if parent is not None and plan.parent_in_memory and (_DAMAGED in detail or _MISSING in detail):
-        forget_snapshot(generation.job_id, generation=parent.generation, step=parent.step)
+        forget_job(generation.job_id)  # from here on only the disk is counted on, until ranks keep something again
     if parent is None or _DAMAGED not in detail:
         return
     row = CheckpointRow.objects.filter(

@@ -1,7 +1,8 @@
 """The ledger of what nodes hold in memory: facts become rows, and rows say which snapshots a node must not remove.
 
-Ingest calls `note_kept`, the orders `memory_of`, and whoever ends a job `forget_job`. As with checkpoints, the truth is
-on the nodes: ranks that do not find what a row promises end, and the next plan goes on from another checkpoint.
+Ingest calls `note_kept`, the orders `memory_of`, and whoever ends a job or finds a promise broken `forget_job`. As with
+checkpoints, the truth is on the nodes: ranks that do not find what a row promises end, and the next plan goes on from
+disk.
 """
 
 from __future__ import annotations
@@ -46,13 +47,8 @@ def _forget_older(generation: GenerationRow, fact: SnapshotKept) -> None:
         _forget(older)
 
 
-def forget_snapshot(job_id: str, *, generation: int, step: int) -> None:
-    """It was not there, or not whole, when ranks came for it."""
-    _forget(SnapshotRow.objects.filter(job_id=job_id, generation_number=generation, step=step))
-
-
 def forget_job(job_id: str) -> None:
-    """The job has ended: its nodes may remove what they hold of it."""
+    """It has ended, or what its ranks came for was not there: nothing that its nodes hold of it is counted on."""
     _forget(SnapshotRow.objects.filter(job_id=job_id))
 
 

@@ -7,6 +7,7 @@ The ranks make the directory and write into it; that outlives them, their runner
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -40,6 +41,8 @@ class MemoryPlaces:
                 if job not in keep:
                     shutil.rmtree(place, ignore_errors=True)
                     removed.append(job)
+            with contextlib.suppress(OSError):
+                user.rmdir()  # unless something is kept in it
         return removed
 
 
