@@ -1,4 +1,4 @@
-"""Snapshots in memory outlive their ranks and their agent, and are removed once the server says that nobody needs them."""
+"""Snapshots in memory outlive their ranks and their agent; they go once the server says that nobody needs them."""
 
 from __future__ import annotations
 
