@@ -10,7 +10,7 @@ import json
 import select
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,8 +21,8 @@ from everstep.checkpoint.arena import Arena
 from everstep.checkpoint.layout import Layout, plan_layout, signature
 from everstep.checkpoint.manifest import ASIDE, CheckpointName
 from everstep.checkpoint.memory_tier import MemorySettings, MemoryTier
-from everstep.checkpoint.replicas import Replicas, synchronized_paths
-from everstep.checkpoint.snapshot import Snapshot, take
+from everstep.checkpoint.replicas import Fingerprint, Replicas, handed_on_paths, synchronized_paths
+from everstep.checkpoint.snapshot import SAME, Snapshot, take
 from everstep.checkpoint.tree import structure_digest
 from everstep.checkpoint.wire import receive, send
 from everstep.checkpoint.writers import Writer
@@ -69,6 +69,8 @@ class SaveSettings:
 
     when_busy: what the next save does while the one before it is still being written: wait for at most `wait_limit_s`
     and then skip, or skip at once.
+    look_at_lease: ends the process if this rank's lease has run out; returns the moment (CLOCK_BOOTTIME, ns) at which
+    it held. None without a lease.
     """
 
     root: Path
@@ -80,6 +82,7 @@ class SaveSettings:
     wait_limit_s: float = 30.0
     bytes_per_s: float | None = None
     memory: MemorySettings | None = None
+    look_at_lease: Callable[[], int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +93,7 @@ class _Statement:
     problem: str
     connected: bool
     planned: bool
-    checksums: dict[str, tuple[int, ...]]
+    checksums: dict[str, Fingerprint]
     structures: dict[str, str]
     memory_busy: bool
     memory_complete: CheckpointName | None
@@ -175,8 +178,9 @@ class Saver:
             if self._team.rank and statements[0].structures.get(part) == digest
         }
         described = {
-            "parts": {part: {"$": "same"} if part in same else value for part, value in snapshot.structures.items()},
+            "parts": {part: SAME if part in same else value for part, value in snapshot.structures.items()},
             "own_keys": own_keys,
+            "handed_on": sorted(own_keys.keys() & handed_on_paths(tracked)),
         }
         if not all(said.planned for said in statements) or self._replicas.differing != before:
             problems = self._plan(tensors, described)
@@ -321,6 +325,8 @@ class Saver:
             if aside is not None:
                 self._lose(name, problem)
             return
+        # What was copied may have waited for a frozen process: the writer counts from here on.
+        held_ns = settings.look_at_lease() if settings.look_at_lease else None
         self._part_of = name if aside is not None else None
         self._memory_part_of = name if memory is not None else None
         sent = self._send(
@@ -329,6 +335,7 @@ class Saver:
                 "name": asdict(name),
                 "aside": None if aside is None else str(aside),
                 "memory": memory,
+                "lease_held_ns": held_ns,
                 "limit_s": _PUBLISH_LIMIT_S,
                 "pauses_s": _RETRY_AFTER_S,
                 "bytes_per_s": settings.bytes_per_s / self._writer.nodes if settings.bytes_per_s else None,
@@ -378,8 +385,11 @@ class Saver:
         """Wait until no save is under way on any rank. A collective."""
         self._await_free(limit_s, with_memory=True)
 
-    def close(self) -> None:
-        """Let the writer go."""
+    def close(self, *, limit_s: float = 0.0) -> None:
+        """Let the writer go, once this rank's share of a save that is under way is done, or the limit has passed."""
+        deadline = time.monotonic() + limit_s
+        while (self.busy or self._memory_busy) and (left_s := deadline - time.monotonic()) > 0:
+            self._listen(left_s)
         self._drop_writer()
         if self._arena is not None:
             self._arena.close()
