@@ -9,6 +9,7 @@ fingerprints differ, they compare tensor by tensor.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -18,9 +19,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from everstep.checkpoint.samples import sampled
+from everstep.checkpoint.snapshot import data_parallel, unwrap
 
-_ROW_WORDS = 4096
-"""Words of 64 bits whose sum stands for them."""
+Fingerprint = tuple[str | int, ...]
+_BLOCK_WORDS = 1 << 17
+"""Small enough for a processor's cache, large enough for a device."""
+_SEED = 20
 
 
 class Replicas:
@@ -42,17 +46,17 @@ class Replicas:
         """Nothing counts as found any more: what is alike must be compared in full again."""
         self._settled.clear()
 
-    def checksums(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
-        """Of the plain tensors that have to be compared, by path."""
+    def checksums(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Fingerprint]:
+        """Of the plain tensors that have to be compared, by path: type, shape and sums."""
         return {
-            path: checksum(tensor)
+            path: (str(tensor.dtype), *tensor.shape, *checksum(tensor))
             for path, tensor in tensors.items()
             if path not in self._settled and not isinstance(tensor, DTensor)
         }
 
-    def compare(self, said: Sequence[Mapping[str, tuple[int, ...]]], *, synchronized: Iterable[str]) -> None:
+    def compare(self, said: Sequence[Mapping[str, Fingerprint]], *, synchronized: Iterable[str]) -> None:
         """Take every rank's checksums in; `synchronized` are paths that training itself keeps alike once they are."""
-        found: dict[str, list[tuple[int, ...]]] = {}
+        found: dict[str, list[Fingerprint]] = {}
         for theirs in said:
             for path, value in theirs.items():
                 found.setdefault(path, []).append(value)
@@ -63,22 +67,55 @@ class Replicas:
 
 
 def synchronized_paths(tracked: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> set[str]:
-    """Parameters of a model under DistributedDataParallel, and what optimizers hold for them."""
-    model = tracked.get("model")
-    if not isinstance(model, DistributedDataParallel):
+    """Parameters of models under DistributedDataParallel, and what optimizers hold for them."""
+    parameters = {
+        f"{part}/{name}"
+        for part, wrapper in _data_parallel(tracked).items()
+        for name, _ in unwrap(wrapper).named_parameters()
+    }
+    if not parameters:
         return set()
-    parameters = {f"model/{name}" for name, _ in model.module.named_parameters()}
     optimizers = [part for part, target in tracked.items() if type(target).__module__.startswith("torch.optim.")]
     moments = {path for path in tensors if any(path.startswith(f"{part}/state/") for part in optimizers)}
     return parameters | moments
 
 
+def handed_on_paths(tracked: Mapping[str, Any]) -> set[str]:
+    """Buffers that DistributedDataParallel copies from rank 0 to all before each forward pass: only rank 0's count."""
+    return {
+        f"{part}/{name}"
+        for part, wrapper in _data_parallel(tracked).items()
+        if wrapper.broadcast_buffers
+        for name, _ in unwrap(wrapper).named_buffers()
+        if name not in wrapper.parameters_to_ignore
+    }
+
+
+def _data_parallel(tracked: Mapping[str, Any]) -> dict[str, DistributedDataParallel]:
+    found = {part: data_parallel(target) for part, target in tracked.items()}
+    return {part: wrapper for part, wrapper in found.items() if wrapper is not None}
+
+
 def checksum(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The number of bytes and a hash of 64 bits, at the speed of memory: of sums of rows, and of what fills no row."""
+    """A hash of a tensor's bytes and their places, at nearly the speed of memory, also on a device.
+
+    Sums of 32-bit words, each times a random number of its place, modulo 2**64: Carter and Wegman's multilinear hash.
+    A plain sum would take ranks for alike that hold the same values in another order.
+    """
+    if not tensor.numel():
+        return (0,)
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    whole = data.numel() // (8 * _ROW_WORDS) * 8 * _ROW_WORDS
-    digest = hashlib.blake2b(data[whole:].cpu().numpy().tobytes(), digest_size=8)
-    if whole:
-        aligned = data[:whole].clone() if data.storage_offset() % 8 else data[:whole]
-        digest.update(aligned.view(torch.int64).view(-1, _ROW_WORDS).sum(1).cpu().numpy().tobytes())
-    return data.numel(), int.from_bytes(digest.digest())
+    whole = data.numel() // 4 * 4
+    words = data[:whole].clone() if data.storage_offset() % 4 else data[:whole]
+    factors = _factors(data.device)
+    blocks: list[torch.Tensor] = list(words.view(torch.int32).split(_BLOCK_WORDS))  # type: ignore[no-untyped-call]
+    told = torch.stack([(block * factors[: len(block)]).sum() for block in blocks]).cpu().numpy().tobytes()
+    digest = hashlib.blake2b(told, digest_size=8).digest()
+    return (data.numel(), int.from_bytes(digest, "big"), *data[whole:].tolist())
+
+
+@functools.cache
+def _factors(device: torch.device) -> torch.Tensor:
+    """The same on every rank, and drawn without touching the generators of training."""
+    generator = torch.Generator().manual_seed(_SEED)
+    return torch.randint(-(1 << 63), (1 << 63) - 1, (_BLOCK_WORDS,), generator=generator).to(device)

@@ -21,8 +21,8 @@ import torch
 from everstep.checkpoint.arena import Arena
 from everstep.checkpoint.layout import Layout, Signature, plan_layout, signature
 from everstep.checkpoint.manifest import ASIDE, CheckpointName
-from everstep.checkpoint.replicas import Replicas, synchronized_paths
-from everstep.checkpoint.snapshot import Snapshot, collect
+from everstep.checkpoint.replicas import Replicas, handed_on_paths, synchronized_paths
+from everstep.checkpoint.snapshot import SAME, Snapshot, collect
 from everstep.checkpoint.wire import receive, send
 from everstep.checkpoint.writers import Writer
 from everstep.errors import EverstepError, SaveFailed
@@ -35,7 +35,7 @@ _LOOK_EVERY_S = 0.05
 _NEWS_EVERY_S = 0.02
 """Steps may be faster than that, and looking costs a tenth of what a step reports."""
 _RETRY_AFTER_S = (0.5, 2.0, 8.0)
-_SAME = json.dumps({"$": "same"})
+_SAME = json.dumps(SAME)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,10 +98,10 @@ class _Taken:
     def digests(self) -> dict[str, bytes]:
         return {part: hashlib.sha256(text.encode()).digest()[:16] for part, text in self.structures.items()}
 
-    def describe(self, own_keys: Mapping[str, str], *, same: Collection[str]) -> str:
+    def describe(self, *, same: Collection[str], **fields: Any) -> str:
         """The fields of a rank's file, as JSON, from its parts on; of those in `same`, rank 0 writes the structure."""
         parts = (f"{json.dumps(part)}: {_SAME if part in same else text}" for part, text in self.structures.items())
-        return f'"parts": {{{", ".join(parts)}}}, "own_keys": {json.dumps(own_keys)}'
+        return f'"parts": {{{", ".join(parts)}}}, {json.dumps(fields)[1:-1]}'
 
 
 class Saver:
@@ -160,7 +160,8 @@ class Saver:
         tensors = {own_keys.get(path, path): tensor for path, tensor in taken.tensors.items()}
         first = statements[0].structures if self._team.rank else {}
         same = {part for part, digest in statements[self._team.rank].structures.items() if first.get(part) == digest}
-        described = taken.describe(own_keys, same=same)
+        handed_on = sorted(own_keys.keys() & handed_on_paths(tracked)) if own_keys else []
+        described = taken.describe(same=same, own_keys=own_keys, handed_on=handed_on)
         if not planned:
             problems = self._plan(tensors, described)
             if problems:
