@@ -21,16 +21,18 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, get_args
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from everstep.checkpoint import memory, rng
+from everstep.checkpoint.left_overs import unfinished_saves
 from everstep.checkpoint.lineage import lineage_token, newest_generation, newest_snapshot, record_lineage
 from everstep.checkpoint.manifest import MANIFEST, CheckpointName, Manifest
 from everstep.checkpoint.memory import Held
@@ -80,6 +82,8 @@ _REBUILT_FROM = 3
 _LAST_SAVE_LIMIT_S = 60.0
 """How long a script that ends before its last step waits for a save under way; one that failed ends at once."""
 
+_NO_LOSS = '{"loss_hex":null}'
+
 _LEFT_OUT = {
     "model": "its weights are neither saved nor restored, so that a recovery starts training from scratch",
     "optimizer": "its moments are lost in a recovery; the loss goes on almost unchanged and then drifts",
@@ -88,15 +92,14 @@ _LEFT_OUT = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepNumbers:
-    """What the script reported about the step in hand."""
+class StepNumbers(NamedTuple):
+    """What the script reported about the step in hand. A tuple, since one is made in each step."""
 
     loss: float | None = None
     learning_rate: float | None = None
     grad_norm: float | None = None
     span: SampleSpan | None = None
-    optional: dict[str, Any] = field(default_factory=dict)
+    optional: Mapping[str, Any] = {}
     """What is told only where it is known, by its name in the datagram."""
 
 
@@ -311,7 +314,7 @@ class Run:
                 "zip(run.steps(), run.batches(loader)) goes on through all epochs."
             )
         self._begin()
-        guard = register_optimizer_step_pre_hook(self._check_stepped_optimizer)
+        guard: RemovableHandle | None = register_optimizer_step_pre_hook(self._check_stepped_optimizer)
         self._split.watch_optimizers()
         try:
             while self._done < self.total_steps:
@@ -321,9 +324,12 @@ class Run:
                 yield self._done + 1
                 self._in_step = False
                 self._finish_step(time.monotonic() - started)
-                guard.remove()
+                if guard is not None:
+                    guard.remove()
+                    guard = None
         finally:
-            guard.remove()
+            if guard is not None:
+                guard.remove()
             self._split.close()
         self._finish()
 
@@ -384,22 +390,25 @@ class Run:
             raise UsageError("Call run.report within the loop over run.steps(): there is no step to report.")
         sampler: Any = self._tracked.get("sampler")
         order: SampleOrder | None = sampler if hasattr(sampler, "commit") else None
-        optional: dict[str, Any] = {
-            "parameter_norm": _number(parameter_norm),
-            "samples": span.count if samples is None and span is not None else samples,
-            "tokens": tokens,
-        }
+        optional: dict[str, Any] = {}
+        if parameter_norm is not None:
+            optional["parameter_norm"] = _number(parameter_norm)
+        if samples is None and span is not None:
+            samples = span.count
+        if samples is not None:
+            optional["samples"] = samples
+        if tokens is not None:
+            optional["tokens"] = tokens
+        promised = None
         if span is not None:
-            optional["epoch_size"] = span.epoch_size
-            optional["indices_digest"] = span.indices_digest
-            optional["order_digest"] = None if order is None else order.order_digest(span)
-        self._numbers = StepNumbers(
-            loss=_number(loss),
-            learning_rate=_number(learning_rate),
-            grad_norm=_number(grad_norm),
-            span=span,
-            optional={name: value for name, value in optional.items() if value is not None},
-        )
+            promised = None if order is None else order.order_digest(span)
+            if span.epoch_size is not None:
+                optional["epoch_size"] = span.epoch_size
+            if span.indices_digest is not None:
+                optional["indices_digest"] = span.indices_digest
+            if promised is not None:
+                optional["order_digest"] = promised
+        self._numbers = StepNumbers(_number(loss), _number(learning_rate), _number(grad_norm), span, optional)
         if order is None:
             return
         if span is None:
@@ -410,7 +419,6 @@ class Run:
                 f"tracked sampler stands at {order.position} of epoch {order.epoch}: samples were skipped or "
                 "repeated. Iterate the sampler that is tracked."
             )
-        promised = optional["order_digest"]
         if promised is not None and span.indices_digest not in (None, promised):
             self._warn(
                 f"Step {self._done + 1}: the batch that came with the span [{span.start}, {span.stop}) of epoch "
@@ -443,12 +451,15 @@ class Run:
 
     # --- Resuming -------------------------------------------------------------------------------------------------
 
-    def _choose_parent(self, team: Team, seen: Sequence[Sequence[Held]]) -> None:
-        """Rank 0 looks and decides, so that ranks cannot disagree about a directory that changes."""
+    def _choose_parent(self, team: Team, seen: Sequence[Sequence[Held]], *, number: int | None = None) -> None:
+        """Rank 0 looks and decides, so that ranks cannot disagree about a directory that changes.
+
+        `seen`: what of each node's memory may be used. `number`: of a generation that has one and chooses again.
+        """
         choice: tuple[_Start | None, EverstepError | None] = (None, None)
         if team.leads:
             try:
-                choice = (self._look_for_parent(seen), None)
+                choice = (self._look_for_parent(seen, number), None)
             except EverstepError as err:
                 choice = (None, err)
             except OSError as err:
@@ -463,8 +474,16 @@ class Run:
         self._on_disk = start.on_disk
         self._log.generation = self._telemetry.generation = self.generation
 
-    def _look_for_parent(self, seen: Sequence[Sequence[Held]]) -> _Start:
-        """`seen`: what of each node's memory may be used."""
+    def _warn_of_unfinished_saves(self, parent: CheckpointName | None) -> None:
+        names = [str(name) for name in unfinished_saves(self.checkpoint_directory, after=parent)]
+        if names:
+            goes_on = f"goes on from checkpoint {parent}" if parent else "starts from the beginning"
+            self._warn(
+                f"The save of {', '.join(names[-3:])} under {self.checkpoint_directory} was never finished: it does "
+                f"not count, and training {goes_on}."
+            )
+
+    def _look_for_parent(self, seen: Sequence[Sequence[Held]], number: int | None) -> _Start:
         root = self.checkpoint_directory
         in_memory = {
             name: token
@@ -481,7 +500,8 @@ class Run:
                 )
         else:
             parent = self._context.parent or newest_snapshot(root, in_memory)
-            generation = self.generation or newest_generation(root) + 1
+            generation = number or newest_generation(root) + 1
+        self._warn_of_unfinished_saves(parent)
         return _Start(
             parent=parent,
             generation=generation,
@@ -508,7 +528,7 @@ class Run:
             if not self._on_disk and self._context.parent is not None:
                 raise
             if not self._on_disk:
-                self._choose_parent(team, ())
+                self._choose_parent(team, (), number=self.generation)
             self._memory_kept = None
             if self._parent is None:
                 raise type(err)(
@@ -645,25 +665,11 @@ class Run:
             )
         self._done += 1
         self._made += 1
-        span = numbers.span
-        before, self._phase = self._phase, max(self._phase, Phase.STEP)
+        before = self._phase
+        if before < Phase.STEP:
+            self._phase = Phase.STEP
         self._advance()
-        self._tell(
-            "step",
-            log_fields={"loss_hex": None if numbers.loss is None else numbers.loss.hex()},
-            step=self._done,
-            loss=numbers.loss,
-            learning_rate=numbers.learning_rate,
-            grad_norm=numbers.grad_norm,
-            epoch=span.epoch if span else 0,
-            span_start=span.start if span else None,
-            span_stop=span.stop if span else None,
-            step_time_s=step_time_s,
-            **numbers.optional,
-            **self._split.take(step_time_s),
-            **self._gauge.read(time.monotonic()),
-            probe=self._probes.after_step(self._tracked),
-        )
+        self._tell_step(numbers, step_time_s)
         if self._phase != before:
             self._tell("phase", phase=self._phase.word)
         self._interval.made(step_time_s)
@@ -678,13 +684,18 @@ class Run:
         self._requests.leave_if_told()
 
     def _finish(self) -> None:
-        self._save_for_good()
-        self._check_lease()
-        assert self._team is not None
-        if self._team.broadcast(self._saved_step == self._done):
-            memory.forget(self._memory_root)  # the disk has the end
+        """Not finished before the last step is on disk: a job that ends without its result has not succeeded."""
         self._finished = True
-        self._tell("finished", step=self._done)
+        saved = self._save_for_good()
+        self._check_lease()
+        if saved:
+            memory.forget(self._memory_root)
+            self._tell("finished", step=self._done)
+        else:
+            self._warn(
+                f"Step {self._done}, the last one, could not be saved under {self.checkpoint_directory}: this run does "
+                "not count as finished. Once there is room, start it again: it goes on from its last checkpoint."
+            )
 
     def _save(self, *, to_disk: bool = True, to_memory: bool = False) -> None:
         """Begin to save, all ranks together. A failure is told and survived: the next save tries again."""
@@ -693,8 +704,7 @@ class Run:
         with self._during(Phase.SAVE), self._split.saving():
             self._hear_of_saves()
             name = CheckpointName(generation=self.generation, step=self._done)
-            self._saver.save(name, self._tracked, to_disk=to_disk, to_memory=to_memory)
-            self._probes.begin(self._tracked)
+            self._saver.save(name, self._tracked, to_disk=to_disk, to_memory=to_memory, look=self._probes.begin_with)
         blocked_s = time.monotonic() - started
         if to_disk:
             self._blocked_s = blocked_s
@@ -711,16 +721,18 @@ class Run:
         if self._interval.measures:
             self._interval.steps = self._team.greatest(self._interval.best_steps() if self._team.leads else 0)[0]
 
-    def _save_for_good(self) -> None:
-        """Wait for what is under way, and return once the last step is on disk, or could not be brought there."""
+    def _save_for_good(self) -> bool:
+        """Wait for what is under way, and return whether the last step is on disk, or could not be brought there."""
         assert self._team is not None and self._saver is not None
         with self._during(Phase.SAVE):
             for attempts_left in reversed(range(_LAST_ATTEMPTS + 1)):
                 self._saver.settle()
                 self._hear_of_saves()
-                if not attempts_left or self._team.broadcast(self._saved_step == self._done):
-                    return
+                saved = self._team.broadcast(self._saved_step == self._done)
+                if saved or not attempts_left:
+                    break
                 self._save()
+        return saved
 
     def _hear_of_saves(self) -> None:
         """Tell what has become of earlier saves."""
@@ -825,15 +837,38 @@ class Run:
 
     # --- Telling --------------------------------------------------------------------------------------------------
 
-    def _tell(self, kind: str, *, log_fields: dict[str, Any] | None = None, **fields: Any) -> None:
+    def _tell_step(self, numbers: StepNumbers, step_time_s: float) -> None:
+        """Every step pays for this: it is counted in microseconds by benchmarks/step_overhead.py."""
+        span, loss = numbers.span, numbers.loss
+        fields: dict[str, Any] = {
+            "step": self._done,
+            "loss": loss,
+            "learning_rate": numbers.learning_rate,
+            "grad_norm": numbers.grad_norm,
+            "step_time_s": step_time_s,
+            **numbers.optional,
+        }
+        fields["epoch"], fields["span_start"], fields["span_stop"] = (
+            (0, None, None) if span is None else (span.epoch, span.start, span.stop)
+        )
+        self._split.take(step_time_s, into=fields)
+        self._gauge.read(time.monotonic(), into=fields)
+        if (probe := self._probes.after_step(self._tracked)) is not None:
+            fields["probe"] = probe
+        self._tell_fields("step", fields, log_only=_NO_LOSS if loss is None else f'{{"loss_hex":"{loss.hex()}"}}')
+
+    def _tell(self, kind: str, **fields: Any) -> None:
+        self._tell_fields(kind, fields)
+
+    def _tell_fields(self, kind: str, fields: dict[str, Any], *, log_only: str = "{}") -> None:
+        """To log and agent; `log_only` is a JSON object of what the agent does not need."""
         if not (self._log.open or self._telemetry.open):
             return
         try:
             encoded = encode_fields(fields)
-            for_log = join_fields(encoded, encode_fields(log_fields)) if log_fields else encoded
         except BadDatagram:
             return
-        self._log.write_encoded(kind, for_log)
+        self._log.write_encoded(kind, join_fields(encoded, log_only))
         self._telemetry.send_encoded(kind, encoded)
 
     def _warn(self, text: str) -> None:
@@ -855,4 +890,6 @@ class Run:
 
 
 def _number(value: Any) -> float | None:
+    if type(value) is float:
+        return value
     return None if value is None else float(value.detach() if isinstance(value, torch.Tensor) else value)

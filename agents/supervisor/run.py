@@ -484,7 +484,8 @@ class Run:
         """(detail, reason) of a run that ended without being told to; both empty if it was told to."""
         if self._lease_expired is not None:
             silent_s, limit_s = self._lease_expired.silent_s, self._lease_expired.limit_s
-            words = f"its lease ran out after {silent_s:.1f} s without contact and progress (limit {limit_s:.1f} s)"
+            limit = f"limit of phase {phase}:" if (phase := self._lease_expired.phase) else "limit"
+            words = f"its lease ran out after {silent_s:.1f} s without contact and progress ({limit} {limit_s:.1f} s)"
             return words, "lease"
         if self._killed_at is not None:
             return "", ""

@@ -25,6 +25,7 @@ Structure = Any
 """JSON: None, bool, int, float, str and list stand for themselves; an object is one of the kinds below, by its "$"."""
 
 _MAPPINGS: dict[str, type] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
+_PLAIN = frozenset({type(None), bool, int, float, str})
 
 
 def flatten(tree: Any, *, path: str) -> tuple[Structure, dict[str, torch.Tensor]]:
@@ -67,6 +68,11 @@ def _memory(tensor: torch.Tensor) -> tuple[object, ...] | None:
 
 
 def _flatten(value: Any, path: str, tensors: _Tensors) -> Structure:
+    # Training waits for it: most leaves are plain, and generators hold hundreds of numbers in a row.
+    if type(value) in _PLAIN:
+        return value
+    if type(value) in (list, tuple) and _PLAIN.issuperset(map(type, value)):
+        return list(value) if type(value) is list else {"$": "tuple", "items": list(value)}
     if isinstance(value, torch.Tensor):
         check_tensor(value, path)
         order = {} if (strides := memory_order(value)) is None else {"strides": strides}
