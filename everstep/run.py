@@ -21,8 +21,9 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar, get_args
 
@@ -30,9 +31,13 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from everstep.checkpoint import rng
-from everstep.checkpoint.lineage import newest_checkpoint, newest_generation, record_lineage
-from everstep.checkpoint.manifest import CheckpointName, Manifest
+from everstep.checkpoint import memory, rng
+from everstep.checkpoint.left_overs import unfinished_saves
+from everstep.checkpoint.lineage import lineage_token, newest_generation, newest_snapshot, record_lineage
+from everstep.checkpoint.manifest import MANIFEST, CheckpointName, Manifest
+from everstep.checkpoint.memory import Held
+from everstep.checkpoint.memory_load import assemble, disband, look
+from everstep.checkpoint.memory_tier import MemorySettings
 from everstep.checkpoint.ownership import foreign_owner, not_ours
 from everstep.checkpoint.probe import StateProbes
 from everstep.checkpoint.reader import Loaded, read_checkpoint
@@ -44,6 +49,7 @@ from everstep.context import RunContext
 from everstep.data import SampleOrder, SampleSpan
 from everstep.elastic.lease import Phase
 from everstep.errors import BadDatagram, CheckpointDamaged, CheckpointMissing, EverstepError, UsageError
+from everstep.memory_interval import MemoryInterval
 from everstep.rank_lease import RankLease
 from everstep.rank_log import RankLog
 from everstep.ranks import Team
@@ -62,6 +68,8 @@ class Stateful(Protocol):
 
 
 Batch = TypeVar("Batch")
+
+MEMORY_PARTNER = "EVERSTEP_MEMORY_PARTNER"
 
 _NOT_SAID: Any = object()
 
@@ -95,6 +103,17 @@ class StepNumbers(NamedTuple):
     """What is told only where it is known, by its name in the datagram."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Start:
+    """What a generation begins with. in_memory: the token of the parent's snapshot in memory, if it is whole there."""
+
+    parent: CheckpointName | None
+    generation: int
+    token: str
+    in_memory: str | None
+    on_disk: bool
+
+
 class Run:
     """One rank's view of a training run of `total_steps` optimizer steps, saved each `save_every` of them.
 
@@ -106,6 +125,10 @@ class Run:
     save_every: steps between saves, or "auto": what costs least by the measured time of saves and steps and by how
     often machines fail (`save_interval.py`). A server's word (EVERSTEP_SAVE_EVERY) overrides it.
     keep: complete checkpoints to keep, beside those that the server has pinned.
+    memory_every: steps between snapshots that stay in the node's memory and outlive its ranks, so that a rank's death
+    costs no more; "auto" keeps one as often as that holds training up for less than 1 % (`memory_interval.py`). A
+    server's word (EVERSTEP_MEMORY_EVERY) overrides it. None keeps none; the disk remains the base in any case.
+    memory_partner: keep each node's snapshots on another node as well, so that a node's death costs no more either.
 
     SIGTERM, an operator or a notice of maintenance gives one save at a step that all ranks agree on, within about a
     second; after SIGTERM to any rank, all end with exit code 143 once it is saved, or when 25 s are over.
@@ -125,6 +148,8 @@ class Run:
         deterministic: bool | None = None,
         keep: int = KEEP,
         when_busy: WhenBusy = "wait",
+        memory_every: int | Literal["auto"] | None = None,
+        memory_partner: bool = False,
     ) -> None:
         for name, value in (("total_steps", total_steps), ("keep", keep)):
             if not isinstance(value, int) or value < 1:
@@ -133,11 +158,21 @@ class Run:
             raise UsageError(f"Run(when_busy={when_busy!r}): say 'wait' or 'skip'.")
         self.total_steps = total_steps
         self._interval = SaveInterval(save_every, nodes=int(os.environ.get("GROUP_WORLD_SIZE", "1")))
+        self._memory_interval = MemoryInterval(memory_every)
+        self._memory_partner = memory_partner or os.environ.get(MEMORY_PARTNER) == "1"
         self.seed = seed
         self.keep = keep
         self._deterministic = deterministic
         self._context = RunContext.from_environment()
         self.checkpoint_directory = self._context.checkpoint_directory or Path(checkpoint_directory)
+        self._memory_root = self._context.memory_directory or memory.default_root(
+            self._context.job, self.checkpoint_directory
+        )
+        self._memory_kept: tuple[CheckpointName, str] | None = None
+        self._token = ""
+        self._on_disk = False
+        self._not_kept_since = ""
+        self._tier: Literal["disk", "memory"] = "disk"
         self._requests = SaveRequests(self._context.run_directory)
         self.rank = self._context.rank
         self.generation = self._context.generation or 0
@@ -162,7 +197,7 @@ class Run:
         self._probes = StateProbes()
         self._numbers: StepNumbers | None = None
         self._split = StepSplit()
-        self._memory = MemoryGauge()
+        self._gauge = MemoryGauge()
         self._log = RankLog(self._context.log_directory, rank=self.rank, generation=self.generation)
         self._log.write("start", ppid=os.getppid(), cmd=sys.orig_argv)
         if self._context.beats:
@@ -251,10 +286,10 @@ class Run:
         self.rank = team.rank
         self._begun = self._finished = self._in_step = False
         self._warn_of_what_is_left_out(team)
-        self._parent, self.generation = self._choose_parent(team)
-        self._log.generation = self._telemetry.generation = self.generation
+        seen = look(team, self._memory_root)
+        self._choose_parent(team, seen)
         if self._parent is not None:
-            self._loaded = self._load(team, self._parent)
+            self._loaded = self._load_best(team, seen, self._parent)
             if self._parent.step > self.total_steps:
                 raise UsageError(
                     f"Checkpoint {self._parent} in {self.checkpoint_directory} was taken after step "
@@ -262,7 +297,7 @@ class Run:
                 )
             self._warn_of_what_changed(team, self._loaded.manifest)
             self._done = self._parent.step
-            self._saved_step = self._done
+            self._saved_step = None if self._tier == "memory" else self._done
         return self._done
 
     def steps(self) -> Iterator[int]:
@@ -416,24 +451,45 @@ class Run:
 
     # --- Resuming -------------------------------------------------------------------------------------------------
 
-    def _choose_parent(self, team: Team) -> tuple[CheckpointName | None, int]:
-        """Rank 0 looks and decides, so that ranks cannot disagree about a directory that changes."""
-        choice: tuple[CheckpointName | None, int, EverstepError | None] = (None, 0, None)
+    def _choose_parent(self, team: Team, seen: Sequence[Sequence[Held]], *, number: int | None = None) -> None:
+        """Rank 0 looks and decides, so that ranks cannot disagree about a directory that changes.
+
+        `seen`: what of each node's memory may be used. `number`: of a generation that has one and chooses again.
+        """
+        choice: tuple[_Start | None, EverstepError | None] = (None, None)
         if team.leads:
             try:
-                choice = (*self._look_for_parent(), None)
+                choice = (self._look_for_parent(seen, number), None)
             except EverstepError as err:
-                choice = (None, 0, err)
+                choice = (None, err)
             except OSError as err:
                 what = f"Cannot use checkpoint directory {self.checkpoint_directory}: {type(err).__name__}: {err}."
-                choice = (None, 0, UsageError(what))
-        parent, generation, problem = team.broadcast(choice)
+                choice = (None, UsageError(what))
+        start, problem = team.broadcast(choice)
         if problem:
             raise problem
-        return parent, generation
+        assert start is not None
+        self._parent, self.generation, self._token = start.parent, start.generation, start.token
+        self._memory_kept = None if start.in_memory is None or start.parent is None else (start.parent, start.in_memory)
+        self._on_disk = start.on_disk
+        self._log.generation = self._telemetry.generation = self.generation
 
-    def _look_for_parent(self) -> tuple[CheckpointName | None, int]:
+    def _warn_of_unfinished_saves(self, parent: CheckpointName | None) -> None:
+        names = [str(name) for name in unfinished_saves(self.checkpoint_directory, after=parent)]
+        if names:
+            goes_on = f"goes on from checkpoint {parent}" if parent else "starts from the beginning"
+            self._warn(
+                f"The save of {', '.join(names[-3:])} under {self.checkpoint_directory} was never finished: it does "
+                f"not count, and training {goes_on}."
+            )
+
+    def _look_for_parent(self, seen: Sequence[Sequence[Held]], number: int | None) -> _Start:
         root = self.checkpoint_directory
+        in_memory = {
+            name: token
+            for name, token in memory.whole_snapshots(held for one in seen for held in one).items()
+            if lineage_token(root, name.generation) == token
+        }
         if self._context.generation is not None:
             parent, generation = self._context.parent, self._context.generation
             other = "" if parent else foreign_owner(root, self._context.job)
@@ -443,17 +499,50 @@ class Run:
                     f"{self._context.job}, starts from the beginning. Give each job a directory of its own."
                 )
         else:
-            newest = None if self._context.parent else newest_checkpoint(root)
-            parent = newest.name if newest else self._context.parent
-            generation = newest_generation(root) + 1
-        record_lineage(root, generation, parent=parent)
-        return parent, generation
+            parent = self._context.parent or newest_snapshot(root, in_memory)
+            generation = number or newest_generation(root) + 1
+        self._warn_of_unfinished_saves(parent)
+        return _Start(
+            parent=parent,
+            generation=generation,
+            token=record_lineage(root, generation, parent=parent),
+            in_memory=None if parent is None else in_memory.get(parent),
+            on_disk=parent is not None and (parent.directory(root) / MANIFEST).exists(),
+        )
 
-    def _load(self, team: Team, name: CheckpointName) -> Loaded:
+    def _load_best(self, team: Team, seen: Sequence[Sequence[Held]], name: CheckpointName) -> Loaded:
+        """From memory where it is there, else, or where that is not whole, from disk; another step only if alone."""
+        if self._memory_kept is None:
+            return self._load(team, name, name.directory(self.checkpoint_directory))
+        try:
+            try:
+                directory = assemble(
+                    team, seen, self._memory_root, name=name, token=self._memory_kept[1], tracked=self._tracked
+                )
+                loaded = self._load(team, name, directory)
+            finally:
+                disband(self._memory_root)
+            self._tier = "memory"
+            return loaded
+        except (CheckpointDamaged, CheckpointMissing) as err:
+            if not self._on_disk and self._context.parent is not None:
+                raise
+            if not self._on_disk:
+                self._choose_parent(team, (), number=self.generation)
+            self._memory_kept = None
+            if self._parent is None:
+                raise type(err)(
+                    f"{err} There is no checkpoint on disk to go on from; to train from the beginning, remove "
+                    f"{self._memory_root} and {self.checkpoint_directory}."
+                ) from err
+            self._warn(f"The snapshot {name} in memory cannot be used: {err} Going on from {self._parent} on disk.")
+        return self._load(team, self._parent, self._parent.directory(self.checkpoint_directory))
+
+    def _load(self, team: Team, name: CheckpointName, directory: Path) -> Loaded:
         error: EverstepError | None = None
         try:
             loaded = read_checkpoint(
-                name.directory(self.checkpoint_directory),
+                directory,
                 rank=team.rank,
                 world_size=team.world_size,
                 tracked=self._tracked,
@@ -533,11 +622,13 @@ class Run:
             total_steps=self.total_steps,
             parent_generation=self._parent.generation if self._parent else None,
             parent_step=self._parent.step if self._parent else None,
+            tier=self._tier,
             saved_digest=saved,
             live_digest=live,
             deterministic=self._promises,
         )
         self._interval.begin(self._done)
+        self._memory_interval.begin(self._done)
         self._requests.begin(self._team, step=self._done)
         self._saver = Saver(
             SaveSettings(
@@ -547,12 +638,24 @@ class Run:
                 parent=self._parent,
                 keep=self.keep,
                 when_busy=self._when_busy,
+                memory=None if self._memory_interval.steps is None else self._memory_settings(),
                 look_at_lease=self._lease.check if self._lease else None,
             ),
             self._team,
         )
         if self._parent is None:
             self._save()
+
+    def _memory_settings(self) -> MemorySettings:
+        return MemorySettings(
+            root=self._memory_root,
+            token=self._token,
+            job=self._context.job,
+            total_steps=self.total_steps,
+            parent=self._parent,
+            partner=self._memory_partner,
+            keep=self._memory_kept,
+        )
 
     def _finish_step(self, step_time_s: float) -> None:
         numbers = self._numbers or StepNumbers()
@@ -570,44 +673,66 @@ class Run:
         if self._phase != before:
             self._tell("phase", phase=self._phase.word)
         self._interval.made(step_time_s)
+        self._memory_interval.made(step_time_s)
         self._hear_of_saves()
         asked = self._requests.due(self._done)
-        if asked or self._interval.due(self._done):
-            self._save()
+        to_disk, to_memory = asked or self._interval.due(self._done), self._memory_interval.due(self._done)
+        if to_disk or to_memory:
+            self._save(to_disk=to_disk, to_memory=to_memory)
         if self._requests.all_end:
             self._save_for_good()
         self._requests.leave_if_told()
 
     def _finish(self) -> None:
-        self._save_for_good()
-        self._check_lease()
+        """Not finished before the last step is on disk: a job that ends without its result has not succeeded."""
         self._finished = True
-        self._tell("finished", step=self._done)
+        saved = self._save_for_good()
+        self._check_lease()
+        if saved:
+            memory.forget(self._memory_root)
+            self._tell("finished", step=self._done)
+        else:
+            self._warn(
+                f"Step {self._done}, the last one, could not be saved under {self.checkpoint_directory}: this run does "
+                "not count as finished. Once there is room, start it again: it goes on from its last checkpoint."
+            )
 
-    def _save(self) -> None:
+    def _save(self, *, to_disk: bool = True, to_memory: bool = False) -> None:
         """Begin to save, all ranks together. A failure is told and survived: the next save tries again."""
         assert self._team is not None and self._saver is not None
         started = time.monotonic()
         with self._during(Phase.SAVE), self._split.saving():
             self._hear_of_saves()
             name = CheckpointName(generation=self.generation, step=self._done)
-            self._saver.save(name, self._tracked, look=self._probes.begin_with)
-        self._blocked_s = time.monotonic() - started
+            self._saver.save(name, self._tracked, to_disk=to_disk, to_memory=to_memory, look=self._probes.begin_with)
+        blocked_s = time.monotonic() - started
+        if to_disk:
+            self._blocked_s = blocked_s
         self._hear_of_saves()
-        self._interval.saved(self._done, blocked_s=self._blocked_s)
+        if to_disk:
+            self._interval.saved(self._done, blocked_s=blocked_s)
+        if to_memory:
+            self._memory_interval.kept(self._done, blocked_s=blocked_s)
+            if not self._saver.keeps_in_memory:
+                self._memory_interval.stop()
+        if self._memory_interval.measures:
+            steps = self._memory_interval.best_steps() if self._team.leads else 0
+            self._memory_interval.steps = self._team.greatest(steps)[0]
         if self._interval.measures:
             self._interval.steps = self._team.greatest(self._interval.best_steps() if self._team.leads else 0)[0]
 
-    def _save_for_good(self) -> None:
-        """Wait for what is under way, and return once the last step is on disk, or could not be brought there."""
+    def _save_for_good(self) -> bool:
+        """Wait for what is under way, and return whether the last step is on disk, or could not be brought there."""
         assert self._team is not None and self._saver is not None
         with self._during(Phase.SAVE):
             for attempts_left in reversed(range(_LAST_ATTEMPTS + 1)):
                 self._saver.settle()
                 self._hear_of_saves()
-                if not attempts_left or self._team.broadcast(self._saved_step == self._done):
-                    return
+                saved = self._team.broadcast(self._saved_step == self._done)
+                if saved or not attempts_left:
+                    break
                 self._save()
+        return saved
 
     def _hear_of_saves(self) -> None:
         """Tell what has become of earlier saves."""
@@ -646,6 +771,25 @@ class Run:
             case "skipped":
                 self._tell("save_skipped", step=name.step, reason=news.problem)
                 self._warn(f"Checkpoint {name} was skipped: {news.problem}. Save less often, or to faster storage.")
+            case "kept":
+                self._memory_interval.written(news.save_time_s)
+                self._not_kept_since = ""
+                assert self._team is not None
+                self._tell(
+                    "kept",
+                    step=name.step,
+                    world_size=self._team.world_size,
+                    copy_of=news.copy_of,
+                    size_bytes=news.size_bytes,
+                    save_time_s=news.save_time_s,
+                )
+            case "not_kept":
+                if news.problem != self._not_kept_since:  # a slow save to disk may cost many in a row
+                    self._not_kept_since = news.problem
+                    self._tell("not_kept", step=name.step, reason=news.problem)
+                    self._warn(
+                        f"Snapshot {name} was not kept in memory: {news.problem}. Saves to disk go on as before."
+                    )
             case "rehashed":
                 self._tell("rehashed", step=name.step, ok=not news.problem, reason=news.problem)
                 if news.problem:
@@ -708,7 +852,7 @@ class Run:
             (0, None, None) if span is None else (span.epoch, span.start, span.stop)
         )
         self._split.take(step_time_s, into=fields)
-        self._memory.read(time.monotonic(), into=fields)
+        self._gauge.read(time.monotonic(), into=fields)
         if (probe := self._probes.after_step(self._tracked)) is not None:
             fields["probe"] = probe
         self._tell_fields("step", fields, log_only=_NO_LOSS if loss is None else f'{{"loss_hex":"{loss.hex()}"}}')

@@ -50,6 +50,8 @@ class LeaseExpired(_Event, frozen=True, tag="lease_expired"):
 
     silent_s: float = 0.0
     limit_s: float = 0.0
+    phase: str = ""
+    """Whose limit it was; "" from a runner that does not say."""
 
 
 RunnerEvent = RunnerStarted | RankBegan | RankEnded | RunnerEnded | LeaseExpired

@@ -47,6 +47,7 @@ from agents.supervisor.fingerprint import Fingerprint, ask_interpreter, take_fin
 from agents.supervisor.intake import Intake
 from agents.supervisor.launch_file import LEASE_PROTOCOL, RUNNER_PROTOCOLS, choose_protocol, launch_file
 from agents.supervisor.lease import Lease, LeaseFiles
+from agents.supervisor.memory_places import MemoryPlaces
 from agents.supervisor.missed_words import missed_words
 from agents.supervisor.ports import PORT_BUSY, PortReservations
 from agents.supervisor.process_table import carries_mark
@@ -76,6 +77,7 @@ class Workplace:
     records: RunRecords
     ports: PortReservations
     groups: NodeGroups | None
+    memory: MemoryPlaces
     socket: Path
     environment: Mapping[str, str]
     driver: Callable[[], str]
@@ -328,8 +330,8 @@ class Run:
                 f"put it on storage that all nodes share.",
                 reason="working_directory",
             )
-        if launch.parent_generation is None or launch.parent_step is None:
-            return
+        if launch.parent_generation is None or launch.parent_step is None or launch.parent_in_memory:
+            return  # parts that are in memory are the ranks' to find, together
         if not is_complete(launch.checkpoint_directory, launch.parent_generation, launch.parent_step):
             raise CheckFailed(
                 f"Checkpoint {launch.parent_generation}:{launch.parent_step} is not complete in "
@@ -363,6 +365,7 @@ class Run:
             socket=place.socket,
             run_directory=self._files.directory,
             log_directory=self._files.logs,
+            memory=place.memory.place(self.job, uid=account.uid),
             lease=lease,
         )
         if self._group is not None:
@@ -481,7 +484,8 @@ class Run:
         """(detail, reason) of a run that ended without being told to; both empty if it was told to."""
         if self._lease_expired is not None:
             silent_s, limit_s = self._lease_expired.silent_s, self._lease_expired.limit_s
-            words = f"its lease ran out after {silent_s:.1f} s without contact and progress (limit {limit_s:.1f} s)"
+            limit = f"limit of phase {phase}:" if (phase := self._lease_expired.phase) else "limit"
+            words = f"its lease ran out after {silent_s:.1f} s without contact and progress ({limit} {limit_s:.1f} s)"
             return words, "lease"
         if self._killed_at is not None:
             return "", ""

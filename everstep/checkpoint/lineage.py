@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterable, Mapping
+import secrets
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -81,12 +82,39 @@ def newest_checkpoint(root: Path) -> Manifest | None:
     return line[-1] if line else None
 
 
-def record_lineage(root: Path, generation: int, *, parent: CheckpointName | None) -> None:
-    """Note what a generation resumed from before it has saved anything, so that its line is known from the start."""
+def newest_snapshot(root: Path, in_memory: Collection[CheckpointName]) -> CheckpointName | None:
+    """The same, where the nodes' memory may hold something newer than the disk: `in_memory` are whole snapshots there.
+
+    A generation that has nothing on disk goes on from what it kept in memory, or from its parent there.
+    """
+    complete = complete_checkpoints(root)
+    for generation in range(newest_generation(root), 0, -1):
+        kept = max((name for name in in_memory if name.generation == generation), default=None)
+        saved = max((m.name for m in complete if m.name.generation == generation), default=None)
+        if kept is not None and (saved is None or saved < kept):
+            return kept
+        if saved is not None:
+            return saved
+        if os.path.lexists(_lineage_path(root, generation)):
+            parent = read_lineage(root, generation)
+            if parent in in_memory:
+                return parent
+            break
+    newest = newest_checkpoint(root)
+    return newest.name if newest else None
+
+
+def record_lineage(root: Path, generation: int, *, parent: CheckpointName | None) -> str:
+    """Note what a generation resumed from before it has saved anything, so that its line is known from the start.
+
+    Returns a token that is drawn anew each time: it tells the generation from another one of the same number.
+    """
     path = _lineage_path(root, generation)
     path.parent.mkdir(parents=True, exist_ok=True)
-    put_sealed(path, {"parent": asdict(parent) if parent else None})
+    token = secrets.token_hex(4)
+    put_sealed(path, {"parent": asdict(parent) if parent else None, "token": token})
     sync_directory(root)
+    return token
 
 
 def read_lineage(root: Path, generation: int) -> CheckpointName | None:
@@ -100,6 +128,14 @@ def read_lineage(root: Path, generation: int) -> CheckpointName | None:
             f"{path} cannot be read ({err}), so nobody can tell where generation {generation} went on from. "
             "Say which checkpoint to resume from: EVERSTEP_RESUME=<generation>:<step>."
         ) from err
+
+
+def lineage_token(root: Path, generation: int) -> str:
+    """The token that `record_lineage` returned; "" where it noted none that can be read."""
+    try:
+        return str(read_sealed(_lineage_path(root, generation)).get("token", ""))
+    except (OSError, ValueError):
+        return ""
 
 
 def recorded_parents(root: Path) -> dict[int, CheckpointName | None]:

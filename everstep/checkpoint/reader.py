@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from everstep.checkpoint.description import SAME, tensor_entries
 from everstep.checkpoint.manifest import Manifest, rank_file, read_manifest
 from everstep.checkpoint.snapshot import RNG, Snapshot, unwrap
-from everstep.checkpoint.storage import ShardReader, dtype_of
+from everstep.checkpoint.storage import Block, BlockFinder, ShardReader, dtype_of
 from everstep.checkpoint.tree import Structure, flatten, unflatten
 from everstep.checkpoint.verify import Fault, check_sizes, damaged, read_rank_file
 from everstep.checkpoint.wholeness import check_whole
@@ -45,6 +45,51 @@ def read_checkpoint(directory: Path, *, rank: int, world_size: int, tracked: Map
     Raises `CheckpointMissing` where there is no complete checkpoint, `CheckpointDamaged` where its files are not what
     its manifest says, `UsageError` where this number of ranks cannot take the state over.
     """
+    wanted = _look_up(directory, rank=rank, world_size=world_size, tracked=tracked)
+    reader = ShardReader(directory, wanted.manifest, wanted.described)
+    _load(wanted.by_key, reader, directory)
+    try:
+        states = {part: unflatten(structure, wanted.tensors) for part, structure in wanted.parts.items()}
+    except (ValueError, TypeError, ArithmeticError, LookupError, RecursionError) as err:
+        own = rank_file(rank if world_size == wanted.manifest.world_size else 0)
+        fault = Fault(kind="description", file=own, what=f"holds a value that cannot be made ({err})")
+        raise damaged(wanted.manifest, directory, [fault]) from err
+    known = {
+        path: digest
+        for path, tensor in wanted.tensors.items()
+        if not isinstance(tensor, DTensor)
+        and (digest := reader.hashes.get((wanted.key(path), (0,) * tensor.dim(), tuple(tensor.shape))))
+    }
+    return Loaded(manifest=wanted.manifest, states=states, digests=Snapshot.of(states).digests(known))
+
+
+def needed_blocks(directory: Path, *, rank: int, world_size: int, tracked: Mapping[str, Any]) -> list[Block]:
+    """What `read_checkpoint` would read of the shards, in order. Raises what it raises, and reads no shard."""
+    wanted = _look_up(directory, rank=rank, world_size=world_size, tracked=tracked)
+    finder = BlockFinder(directory, wanted.manifest, wanted.described)
+    _load(wanted.by_key, finder, directory)
+    return sorted(finder.blocks, key=lambda block: (block.rank, block.at))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Wanted:
+    """What one rank loads: structures by part, and by path fresh tensors to load into."""
+
+    manifest: Manifest
+    described: list[dict[str, Any]]
+    own_keys: dict[str, str]
+    parts: dict[str, Structure]
+    tensors: dict[str, torch.Tensor]
+
+    def key(self, path: str) -> str:
+        return self.own_keys.get(path, path)
+
+    @property
+    def by_key(self) -> dict[str, torch.Tensor]:
+        return {self.key(path): tensor for path, tensor in self.tensors.items()}
+
+
+def _look_up(directory: Path, *, rank: int, world_size: int, tracked: Mapping[str, Any]) -> _Wanted:
     manifest = read_manifest(directory)
     check_sizes(directory, manifest)
     described = [read_rank_file(directory, manifest, source) for source in range(manifest.world_size)]
@@ -62,26 +107,13 @@ def read_checkpoint(directory: Path, *, rank: int, world_size: int, tracked: Map
     if world_size != manifest.world_size:
         check_world_change(manifest, described, tracked, world_size=world_size)
         parts.pop(RNG, None)
-    reader = ShardReader(directory, manifest, described)
     places = _places(tracked)
     tensors = {
         entry["path"]: _empty(entry, places.get(entry["path"], _place_of_moment(entry["path"], tracked)))
         for structure in parts.values()
         for entry in tensor_entries(structure)
     }
-    _load({own_keys.get(path, path): tensor for path, tensor in tensors.items()}, reader, directory)
-    try:
-        states = {part: unflatten(structure, tensors) for part, structure in parts.items()}
-    except (ValueError, TypeError, ArithmeticError, LookupError, RecursionError) as err:
-        fault = Fault(kind="description", file=rank_file(source), what=f"holds a value that cannot be made ({err})")
-        raise damaged(manifest, directory, [fault]) from err
-    known = {
-        path: digest
-        for path, tensor in tensors.items()
-        if not isinstance(tensor, DTensor)
-        and (digest := reader.hashes.get((own_keys.get(path, path), (0,) * tensor.dim(), tuple(tensor.shape))))
-    }
-    return Loaded(manifest=manifest, states=states, digests=Snapshot.of(states).digests(known))
+    return _Wanted(manifest=manifest, described=described, own_keys=own_keys, parts=parts, tensors=tensors)
 
 
 def _places(tracked: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -19,10 +19,12 @@ from typing import Any, Literal
 import torch
 
 from everstep.checkpoint.arena import Arena
+from everstep.checkpoint.description import SAME
 from everstep.checkpoint.layout import Layout, Signature, plan_layout, signature
 from everstep.checkpoint.manifest import ASIDE, CheckpointName
+from everstep.checkpoint.memory_tier import MemorySettings, MemoryTier
 from everstep.checkpoint.replicas import Replicas, handed_on_paths, synchronized_paths
-from everstep.checkpoint.snapshot import SAME, Snapshot, collect
+from everstep.checkpoint.snapshot import Snapshot, collect
 from everstep.checkpoint.wire import receive, send
 from everstep.checkpoint.writers import Writer
 from everstep.errors import EverstepError, SaveFailed
@@ -40,14 +42,19 @@ _SAME = json.dumps(SAME)
 
 @dataclass(frozen=True, kw_only=True)
 class News:
-    """What became of a save. `problem` is "" where all went well; sizes in bytes, times in seconds."""
+    """What became of a save. `problem` is "" where all went well; sizes in bytes, times in seconds.
 
-    kind: Literal["saved", "failed", "skipped", "rehashed"]
+    kept: this rank's part of a snapshot is in memory, and a copy of that of the rank `copy_of`, if there are copies.
+    not_kept: something of that is not.
+    """
+
+    kind: Literal["saved", "failed", "skipped", "rehashed", "kept", "not_kept"]
     name: CheckpointName
     problem: str = ""
     size_bytes: int = 0
     save_time_s: float = 0.0
     note: str = ""
+    copy_of: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +75,7 @@ class SaveSettings:
     when_busy: WhenBusy = "wait"
     wait_limit_s: float = 30.0
     bytes_per_s: float | None = None
+    memory: MemorySettings | None = None
     look_at_lease: Callable[[], int] | None = None
 
 
@@ -85,6 +93,8 @@ class _Statement:
     planned: bool
     alike: bytes
     structures: dict[str, bytes]
+    memory_busy: bool
+    memory_complete: CheckpointName | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,10 +108,11 @@ class _Taken:
     def digests(self) -> dict[str, bytes]:
         return {part: hashlib.sha256(text.encode()).digest()[:16] for part, text in self.structures.items()}
 
-    def describe(self, *, same: Collection[str], **fields: Any) -> str:
+    def describe(self, own_keys: Mapping[str, str], *, same: Collection[str], handed_on: Collection[str]) -> str:
         """The fields of a rank's file, as JSON, from its parts on; of those in `same`, rank 0 writes the structure."""
         parts = (f"{json.dumps(part)}: {_SAME if part in same else text}" for part, text in self.structures.items())
-        return f'"parts": {{{", ".join(parts)}}}, {json.dumps(fields)[1:-1]}'
+        keys = json.dumps({"own_keys": own_keys, "handed_on": sorted(handed_on)})
+        return f'"parts": {{{", ".join(parts)}}}, {keys[1:-1]}'
 
 
 class Saver:
@@ -118,7 +129,12 @@ class Saver:
         self._planned_for: tuple[Signature, frozenset[str]] | None = None
         self._part_of: CheckpointName | None = None
         """The save whose part of this rank is being written: its memory is in use."""
+        self._memory_part_of: CheckpointName | None = None
+        """The same for the snapshot in memory."""
         self._publishing: CheckpointName | None = None
+        self._memory = None if settings.memory is None else MemoryTier(settings.memory, team)
+        self._memory_measured = False
+        self._arena_touched = False
         self._lost: CheckpointName | None = None
         self._listening = False
         self._listen_next = 0.0
@@ -126,23 +142,44 @@ class Saver:
 
     @property
     def busy(self) -> bool:
-        """Whether a save is under way, as far as this rank knows."""
-        return self._part_of is not None or self._publishing is not None
+        """Whether a save to disk is under way, or one to memory reads what was copied, as far as this rank knows."""
+        return self._copy_in_use or self._publishing is not None
+
+    @property
+    def _copy_in_use(self) -> bool:
+        return self._part_of is not None or self._memory_part_of is not None
+
+    @property
+    def _memory_busy(self) -> bool:
+        return self._memory is not None and self._memory.busy
+
+    @property
+    def keeps_in_memory(self) -> bool:
+        """Whether snapshots may be kept in memory; the same on all ranks."""
+        return self._memory is not None and not self._memory.refusal
 
     # --- Saving, all ranks together -------------------------------------------------------------------------------
 
     def save(
-        self, name: CheckpointName, tracked: Mapping[str, Any], *, look: Callable[[dict[str, Any]], None] | None = None
+        self,
+        name: CheckpointName,
+        tracked: Mapping[str, Any],
+        *,
+        to_disk: bool = True,
+        to_memory: bool = False,
+        look: Callable[[dict[str, Any]], None] | None = None,
     ) -> bool:
         """Copy the state and leave the rest to the writer; False where nothing was begun, and `news` says why.
 
-        A collective. Never raises for what storage or a state does: training goes on. `look` is shown the collected
-        states.
+        A collective. Never raises for what storage or a state does: training goes on. A snapshot in memory waits for
+        nothing: it is skipped while an earlier save needs the copy. `look` is shown the collected states.
         """
         taken, problem = _attempt(lambda: self._capture(tracked, look))
-        statements = self._until_free(name, taken, problem)
+        to_memory = to_memory and self.keeps_in_memory
+        statements = self._until_free(name, taken, problem, to_disk=to_disk)
         if statements is None:
             return False
+        to_memory = to_memory and self._agree_on_memory(name, statements)
         problems = [f"rank {rank}: {said.problem}" for rank, said in enumerate(statements) if said.problem]
         if problems or taken is None:
             return self._refuse(name, problems)
@@ -160,15 +197,38 @@ class Saver:
         tensors = {own_keys.get(path, path): tensor for path, tensor in taken.tensors.items()}
         first = statements[0].structures if self._team.rank else {}
         same = {part for part, digest in statements[self._team.rank].structures.items() if first.get(part) == digest}
-        handed_on = sorted(own_keys.keys() & handed_on_paths(tracked)) if own_keys else []
-        described = taken.describe(same=same, own_keys=own_keys, handed_on=handed_on)
+        described = taken.describe(own_keys, same=same, handed_on=own_keys.keys() & handed_on_paths(tracked))
         if not planned:
             problems = self._plan(tensors, described)
             if problems:
                 return self._refuse(name, problems)
             self._planned_for = self._plan_key(taken)
-        self._hand_over(name, tensors, described, aside=Path(statements[0].aside))
-        return True
+        to_memory = to_memory and self._has_room(name, described)
+        if to_disk or to_memory:
+            aside = Path(statements[0].aside) if to_disk else None
+            self._hand_over(name, tensors, described, aside=aside, to_memory=to_memory)
+        return to_disk or to_memory
+
+    def _agree_on_memory(self, name: CheckpointName, statements: list[_Statement]) -> bool:
+        """Whether all ranks are done with the snapshot before; all come to the same."""
+        assert self._memory is not None
+        self._memory.agree([said.memory_complete for said in statements])
+        busy = [rank for rank, said in enumerate(statements) if said.memory_busy]
+        if busy:
+            self._tell("not_kept", name, f"the snapshot before it is still being copied (ranks {busy[:8]})")
+        return not busy
+
+    def _has_room(self, name: CheckpointName, described: str) -> bool:
+        """Asked once for each layout; a collective then."""
+        assert self._memory is not None and self._layout is not None
+        if not self._memory_measured:
+            self._memory_measured = True
+            untouched = 0 if self._arena_touched or self._arena is None else self._arena.size_bytes
+            part_bytes = self._layout.size_bytes + 2 * len(_text(self._layout, described))
+            self._memory.room(part_bytes=part_bytes, untouched_bytes=untouched)
+            if self._memory.refusal:
+                self._tell("not_kept", name, f"no snapshots are kept from here on: {self._memory.refusal}")
+        return not self._memory.refusal
 
     def _capture(self, tracked: Mapping[str, Any], look: Callable[[dict[str, Any]], None] | None) -> _Taken:
         states = collect(tracked)
@@ -193,41 +253,51 @@ class Saver:
             self._replicas.compare(checksums, synchronized=synchronized_paths(tracked, taken.tensors))
         return self._replicas.differing != before
 
-    def _until_free(self, name: CheckpointName, taken: _Taken | None, problem: str) -> list[_Statement] | None:
+    def _until_free(
+        self, name: CheckpointName, taken: _Taken | None, problem: str, *, to_disk: bool
+    ) -> list[_Statement] | None:
         """What every rank says once none is busy with an earlier save; None where this one is skipped."""
-        statements = self._team.gather(self._statement(name, taken, problem))
-        if not any(said.busy for said in statements):
-            return statements
-        busy = self._await_free(self._settings.wait_limit_s if self._settings.when_busy == "wait" else 0.0)
+        statements = self._team.gather(self._statement(name, taken, problem, to_disk=to_disk))
+        busy = [rank for rank, said in enumerate(statements) if said.busy]
+        if busy and to_disk:
+            busy = self._await_free(self._settings.wait_limit_s if self._settings.when_busy == "wait" else 0.0)
+            statements = [] if busy else self._team.gather(self._statement(name, taken, problem, to_disk=to_disk))
         if busy:
-            self._tell("skipped", name, f"the save before it is still being written (ranks {busy[:8]})")
+            kind: Literal["skipped", "not_kept"] = "skipped" if to_disk else "not_kept"
+            self._tell(kind, name, f"the save before it is still being written (ranks {busy[:8]})")
             return None
-        return self._team.gather(self._statement(name, taken, problem))
+        return statements
 
-    def _statement(self, name: CheckpointName, taken: _Taken | None, problem: str) -> _Statement:
+    def _statement(self, name: CheckpointName, taken: _Taken | None, problem: str, *, to_disk: bool) -> _Statement:
         self._listen(0)
         directory = name.directory(self._settings.root)
         return _Statement(
-            busy=self.busy,
+            busy=self.busy if to_disk else self._copy_in_use,
             aside=str(directory.with_name(f"{ASIDE}{directory.name}-{uuid.uuid4().hex[:8]}")),
             problem=problem,
             connected=self._writer is not None,
             planned=taken is not None and self._planned_for == self._plan_key(taken),
             alike=b"" if taken is None else taken.alike,
             structures={} if taken is None or self._team.world_size == 1 else taken.digests(),
+            memory_busy=self._memory_busy,
+            memory_complete=None if self._memory is None else self._memory.complete,
         )
 
-    def _await_free(self, limit_s: float) -> list[int]:
-        """Wait until no rank has a save under way; returns the ranks that still have. A collective."""
+    def _await_free(self, limit_s: float, *, with_memory: bool = False) -> list[int]:
+        """Wait until no rank has a save under way; returns the ranks that still have. A collective.
+
+        with_memory: wait for copies of snapshots on other nodes as well.
+        """
         deadline = time.monotonic() + limit_s
         while True:
             self._listen(0)
-            said = self._team.gather((self.busy, self._lost, time.monotonic() > deadline))
+            busy = self.busy or (with_memory and self._memory_busy)
+            said = self._team.gather((busy, self._lost, time.monotonic() > deadline))
             if self._publishing is not None and any(lost == self._publishing for _, lost, _ in said):
                 self._send({"op": "abandon"})
-            busy = [rank for rank, (is_busy, _, _) in enumerate(said) if is_busy]
-            if not busy or said[0][2]:
-                return busy
+            ranks = [rank for rank, (is_busy, _, _) in enumerate(said) if is_busy]
+            if not ranks or said[0][2]:
+                return ranks
             self._listen(_LOOK_EVERY_S)
 
     def _connect(self) -> list[str]:
@@ -244,6 +314,7 @@ class Saver:
         return signature(taken.tensors), self._replicas.differing
 
     def _plan(self, tensors: Mapping[str, torch.Tensor], described: str) -> list[str]:
+        self._memory_measured = False
         layout, problem = _attempt(lambda: plan_layout(tensors, self._team))
         if layout is not None:
             self._layout = layout
@@ -256,7 +327,7 @@ class Saver:
         if self._arena is not None:
             self._arena.close()
             self._arena = None
-        self._arena = Arena(size_bytes)
+        self._arena, self._arena_touched = Arena(size_bytes), False
         self._lend_arena()
 
     def _lend_arena(self) -> None:
@@ -264,7 +335,13 @@ class Saver:
         self._send({"op": "arena", "size_bytes": self._arena.size_bytes}, fd=self._arena.fd)
 
     def _hand_over(
-        self, name: CheckpointName, tensors: Mapping[str, torch.Tensor], described: str, *, aside: Path
+        self,
+        name: CheckpointName,
+        tensors: Mapping[str, torch.Tensor],
+        described: str,
+        *,
+        aside: Path | None,
+        to_memory: bool,
     ) -> None:
         """The copy, and word to the writer. What fails here fails on this rank alone: its part is lost."""
         layout, settings = self._layout, self._settings
@@ -276,22 +353,32 @@ class Saver:
             assert self._arena is not None
             layout.copy(tensors, self._arena.view)
             self._arena.write(layout.size_bytes, text)
+            self._arena_touched = True
             return len(text)
 
         described_bytes, problem = _attempt(copy)
-        self._lost = None
-        self._publishing = name if self._team.leads else None
+        memory = self._memory.order(name) if self._memory is not None and to_memory else None
+        if aside is not None:
+            self._lost = None
+            self._publishing = name if self._team.leads else None
         if described_bytes is None or self._writer is None:
-            self._lose(name, problem or "its writer is gone")
+            problem = problem or "its writer is gone"
+            if memory is not None:
+                self._lose_memory(name, problem)
+            if aside is not None:
+                self._lose(name, problem)
             return
         # What was copied may have waited for a frozen process: the writer counts from here on.
         held_ns = settings.look_at_lease() if settings.look_at_lease else None
-        self._part_of = name
+        self._part_of = name if aside is not None else None
+        self._memory_part_of = name if memory is not None else None
         sent = self._send(
             {
                 "op": "save",
                 "name": asdict(name),
-                "aside": str(aside),
+                "aside": None if aside is None else str(aside),
+                "memory": memory,
+                "lease_held_ns": held_ns,
                 "limit_s": _PUBLISH_LIMIT_S,
                 "pauses_s": _RETRY_AFTER_S,
                 "bytes_per_s": settings.bytes_per_s / self._writer.nodes if settings.bytes_per_s else None,
@@ -309,9 +396,8 @@ class Saver:
                     "total_steps": settings.total_steps,
                     "torch_version": torch.__version__,
                     "keep": settings.keep,
-                    "lease_held_ns": held_ns,
                 }
-                if self._team.leads
+                if self._team.leads and aside is not None
                 else None,
             }
         )
@@ -324,17 +410,29 @@ class Saver:
         if self._listening and (now := time.monotonic()) >= self._listen_next:
             self._listen_next = now + _NEWS_EVERY_S
             self._listen(0)
+        if self._memory is not None:
+            for kept in self._memory.news():
+                self._news.append(
+                    News(
+                        kind="not_kept" if kept.problem else "kept",
+                        name=kept.name,
+                        problem=kept.problem,
+                        size_bytes=kept.size_bytes,
+                        save_time_s=kept.seconds,
+                        copy_of=kept.copy_of,
+                    )
+                )
         found, self._news = self._news, []
         return found
 
     def settle(self, *, limit_s: float = _PUBLISH_LIMIT_S) -> None:
         """Wait until no save is under way on any rank. A collective."""
-        self._await_free(limit_s)
+        self._await_free(limit_s, with_memory=True)
 
     def close(self, *, limit_s: float = 0.0) -> None:
         """Let the writer go, once this rank's share of a save that is under way is done, or the limit has passed."""
         deadline = time.monotonic() + limit_s
-        while self.busy and (left_s := deadline - time.monotonic()) > 0:
+        while (self.busy or self._memory_busy) and (left_s := deadline - time.monotonic()) > 0:
             self._listen(left_s)
         self._drop_writer()
         if self._arena is not None:
@@ -358,6 +456,10 @@ class Saver:
         name = CheckpointName(generation=message["generation"], step=message["step"])
         problem = message["problem"]
         match message["about"]:
+            case "memory":
+                self._memory_part_of = None
+                assert self._memory is not None
+                self._memory.written(name, problem, size_bytes=message["size_bytes"])
             case "part":
                 self._part_of = None
                 if problem:
@@ -386,10 +488,17 @@ class Saver:
         if self._team.leads:
             self._publishing = None
 
+    def _lose_memory(self, name: CheckpointName, problem: str) -> None:
+        assert self._memory is not None
+        self._memory_part_of = None
+        self._memory.written(name, problem, size_bytes=0)
+
     def _drop_writer(self) -> None:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+        if self._memory_part_of is not None:
+            self._lose_memory(self._memory_part_of, "its writer has died")
         if self._part_of is not None:
             self._lose(self._part_of, "its writer has died")
         elif self._publishing is not None:
@@ -401,7 +510,9 @@ class Saver:
         self._tell("failed", name, "; ".join(problems)[:2000])
         return False
 
-    def _tell(self, kind: Literal["failed", "skipped", "rehashed"], name: CheckpointName, problem: str) -> None:
+    def _tell(
+        self, kind: Literal["failed", "skipped", "rehashed", "not_kept"], name: CheckpointName, problem: str
+    ) -> None:
         self._news.append(News(kind=kind, name=name, problem=problem))
 
     def _send(self, message: dict[str, Any], *, fd: int | None = None) -> bool:

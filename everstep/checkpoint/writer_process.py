@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep.checkpoint.manifest import CheckpointName, Manifest
+from everstep.checkpoint.memory import Held, keep_only, keep_part
 from everstep.checkpoint.publish import Publication, discard, publish, tell_done, tell_failed
 from everstep.checkpoint.retention import remove_expired
 from everstep.checkpoint.shards import Pace, Part, with_patience, write_part
@@ -98,7 +99,8 @@ class Connection:
                     self._memory = memoryview(mmap.mmap(fd, message["size_bytes"], prot=mmap.PROT_READ))
                     os.close(fd)
                 case "save":
-                    self._abandoned.clear()
+                    if message["aside"] is not None:
+                        self._abandoned.clear()
                     self._jobs.put(message)
                 case "abandon":
                     self._abandoned.set()
@@ -113,9 +115,43 @@ class Connection:
         while True:
             job = self._jobs.get()
             name = CheckpointName(**job["name"])
+            if job["memory"] is not None:
+                self._keep(job, name)
+            if job["aside"] is None:
+                continue
             written = self._write(job, name)
-            if job["publication"] is not None:
-                self._publish(job, name) if written else discard(_publication(job, name))
+            if job["publication"] is not None and written:
+                # It waits for the slowest rank; this one's snapshots in memory do not.
+                threading.Thread(target=self._publish, args=(job, name), name="publish", daemon=True).start()
+            elif job["publication"] is not None:
+                discard(_publication(job, name))
+
+    def _keep(self, job: dict[str, Any], name: CheckpointName) -> None:
+        """Put the part into memory, in place of the snapshots that are not needed any more."""
+        order, root, memory = job["memory"], Path(job["memory"]["root"]), self._memory
+        assert memory is not None
+        part = Part(name=name, **job["part"])
+        piece = Held(name=name, token=order["token"], world_size=part.world_size, rank=part.rank, copied=False)
+        said = order["described"]
+        problem, size_bytes = "", 0
+        try:
+            keep_only(
+                root,
+                {(CheckpointName(**kept), token) for kept, token in order["keep"]},
+                token=piece.token,
+                ranks=order["ranks"],
+            )
+            size_bytes = keep_part(
+                piece,
+                root,
+                part,
+                memory,
+                described={**said, "parent": CheckpointName(**said["parent"]) if said["parent"] else None},
+                may_publish=_look_at_lease(held_ns=job["lease_held_ns"]),
+            )
+        except Exception as err:  # whatever it is, the rank must hear of it
+            problem = f"{type(err).__name__}: {err}"
+        self.tell("memory", name, problem, size_bytes=size_bytes)
 
     def _write(self, job: dict[str, Any], name: CheckpointName) -> bool:
         part = Part(name=name, **job["part"])
@@ -148,7 +184,7 @@ class Connection:
                 publication,
                 limit_s=job["limit_s"],
                 abandoned=self._abandoned.is_set,
-                may_publish=_look_at_lease(held_ns=job["publication"]["lease_held_ns"]),
+                may_publish=_look_at_lease(held_ns=job["lease_held_ns"]),
             )
         except Exception as err:  # whatever it is, the rank must hear of it
             problem = str(err) if isinstance(err, EverstepError) else f"{type(err).__name__}: {err}"
