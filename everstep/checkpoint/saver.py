@@ -40,15 +40,18 @@ _RETRY_AFTER_S = (0.5, 2.0, 8.0)
 _SAME = json.dumps(SAME)
 
 
+Trouble = Literal["failed", "skipped", "rehashed", "not_kept", "unwritable"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class News:
     """What became of a save. `problem` is "" where all went well; sizes in bytes, times in seconds.
 
     kept: this rank's part of a snapshot is in memory, and a copy of that of the rank `copy_of`, if there are copies.
-    not_kept: something of that is not.
+    not_kept: something of that is not. unwritable: this node's write test failed.
     """
 
-    kind: Literal["saved", "failed", "skipped", "rehashed", "kept", "not_kept"]
+    kind: Literal["saved", "kept"] | Trouble
     name: CheckpointName
     problem: str = ""
     size_bytes: int = 0
@@ -160,6 +163,18 @@ class Saver:
 
     # --- Saving, all ranks together -------------------------------------------------------------------------------
 
+    def test_storage(self, name: CheckpointName, *, size_bytes: int) -> None:
+        """Let each node's writer write and read a file of this size where checkpoints go; `news` says what fails.
+
+        A collective; it starts the writers, and waits for nothing else. name: where training stands.
+        """
+        problems = self._connect()
+        if problems:
+            self._refuse(name, problems)
+        elif self._writer is not None and self._writer.leads:
+            order = {"op": "try", "name": asdict(name), "root": str(self._settings.root), "size_bytes": size_bytes}
+            self._listening = self._send(order)
+
     def save(
         self,
         name: CheckpointName,
@@ -197,7 +212,8 @@ class Saver:
         tensors = {own_keys.get(path, path): tensor for path, tensor in taken.tensors.items()}
         first = statements[0].structures if self._team.rank else {}
         same = {part for part, digest in statements[self._team.rank].structures.items() if first.get(part) == digest}
-        described = taken.describe(own_keys, same=same, handed_on=own_keys.keys() & handed_on_paths(tracked))
+        handed_on = own_keys.keys() & handed_on_paths(tracked) if own_keys else ()
+        described = taken.describe(own_keys, same=same, handed_on=handed_on)
         if not planned:
             problems = self._plan(tensors, described)
             if problems:
@@ -381,7 +397,9 @@ class Saver:
                 "lease_held_ns": held_ns,
                 "limit_s": _PUBLISH_LIMIT_S,
                 "pauses_s": _RETRY_AFTER_S,
-                "bytes_per_s": settings.bytes_per_s / self._writer.nodes if settings.bytes_per_s else None,
+                "bytes_per_s": settings.bytes_per_s,
+                "nodes": self._writer.nodes,
+                "node": self._writer.node,
                 "part": {
                     "rank": self._team.rank,
                     "world_size": self._team.world_size,
@@ -480,6 +498,8 @@ class Saver:
                     )
             case "rehashed":
                 self._tell("rehashed", name, problem)
+            case "tried" if problem:
+                self._tell("unwritable", name, problem)
 
     def _lose(self, name: CheckpointName, problem: str) -> None:
         """This rank's part will not come; rank 0's writer is told when all ranks next talk to each other."""
@@ -511,7 +531,10 @@ class Saver:
         return False
 
     def _tell(
-        self, kind: Literal["failed", "skipped", "rehashed", "not_kept"], name: CheckpointName, problem: str
+        self,
+        kind: Literal["failed", "skipped", "rehashed", "not_kept", "unwritable"],
+        name: CheckpointName,
+        problem: str,
     ) -> None:
         self._news.append(News(kind=kind, name=name, problem=problem))
 
