@@ -18,10 +18,10 @@ from everstep.errors import UsageError
 
 Value = TypeVar("Value")
 
-_SMALL_BYTES = 1024
-_LENGTH = struct.Struct("<Q")
 _APART_LIMIT = timedelta(minutes=5)
 """For one message between two ranks."""
+_SMALL_BYTES = 1024
+_LENGTH = struct.Struct("<Q")
 
 
 class Team:

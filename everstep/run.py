@@ -54,6 +54,7 @@ from everstep.rank_lease import RankLease
 from everstep.rank_log import RankLog
 from everstep.ranks import Team
 from everstep.save_interval import SaveInterval
+from everstep.save_rate import save_rate
 from everstep.save_requests import SaveRequests
 from everstep.step_split import MemoryGauge, StepSplit
 from everstep.telemetry import Telemetry, encode_fields, join_fields
@@ -125,6 +126,10 @@ class Run:
     save_every: steps between saves, or "auto": what costs least by the measured time of saves and steps and by how
     often machines fail (`save_interval.py`). A server's word (EVERSTEP_SAVE_EVERY) overrides it.
     keep: complete checkpoints to keep, beside those that the server has pinned.
+    when_busy: what a save does while the one before it is still being written: "wait" for at most 30 s and skip it
+    then, or "skip" at once. Either is told.
+    save_bytes_per_s: what all nodes together write to the store at most, so that it sees a stream and no storm; None
+    does not limit it. EVERSTEP_SAVE_BYTES_PER_S overrides it.
     memory_every: steps between snapshots that stay in the node's memory and outlive its ranks, so that a rank's death
     costs no more; "auto" keeps one as often as that holds training up for less than 1 % (`memory_interval.py`). A
     server's word (EVERSTEP_MEMORY_EVERY) overrides it. None keeps none; the disk remains the base in any case.
@@ -148,6 +153,7 @@ class Run:
         deterministic: bool | None = None,
         keep: int = KEEP,
         when_busy: WhenBusy = "wait",
+        save_bytes_per_s: float | None = None,
         memory_every: int | Literal["auto"] | None = None,
         memory_partner: bool = False,
     ) -> None:
@@ -191,6 +197,7 @@ class Run:
         self._begun = self._finished = False
         self._saver: Saver | None = None
         self._when_busy = when_busy
+        self._save_bytes_per_s = save_rate(save_bytes_per_s)
         self._saved_step: int | None = None
         self._blocked_s = 0.0
         self._failures = 0
@@ -451,12 +458,15 @@ class Run:
 
     # --- Resuming -------------------------------------------------------------------------------------------------
 
-    def _choose_parent(self, team: Team, seen: Sequence[Sequence[Held]]) -> None:
-        """Rank 0 looks and decides, so that ranks cannot disagree about a directory that changes."""
+    def _choose_parent(self, team: Team, seen: Sequence[Sequence[Held]], *, number: int | None = None) -> None:
+        """Rank 0 looks and decides, so that ranks cannot disagree about a directory that changes.
+
+        `seen`: what of each node's memory may be used. `number`: of a generation that has one and chooses again.
+        """
         choice: tuple[_Start | None, EverstepError | None] = (None, None)
         if team.leads:
             try:
-                choice = (self._look_for_parent(seen), None)
+                choice = (self._look_for_parent(seen, number), None)
             except EverstepError as err:
                 choice = (None, err)
             except OSError as err:
@@ -480,8 +490,7 @@ class Run:
                 f"not count, and training {goes_on}."
             )
 
-    def _look_for_parent(self, seen: Sequence[Sequence[Held]]) -> _Start:
-        """`seen`: what of each node's memory may be used."""
+    def _look_for_parent(self, seen: Sequence[Sequence[Held]], number: int | None) -> _Start:
         root = self.checkpoint_directory
         in_memory = {
             name: token
@@ -498,7 +507,7 @@ class Run:
                 )
         else:
             parent = self._context.parent or newest_snapshot(root, in_memory)
-            generation = self.generation or newest_generation(root) + 1
+            generation = number or newest_generation(root) + 1
         self._warn_of_unfinished_saves(parent)
         return _Start(
             parent=parent,
@@ -526,7 +535,7 @@ class Run:
             if not self._on_disk and self._context.parent is not None:
                 raise
             if not self._on_disk:
-                self._choose_parent(team, ())
+                self._choose_parent(team, (), number=self.generation)
             self._memory_kept = None
             if self._parent is None:
                 raise type(err)(
@@ -608,7 +617,8 @@ class Run:
             rng.restore(self._loaded.states[RNG])
         elif self.seed is not None:
             rng.seed_all(rng.rank_seed(self.seed, rank=self._team.rank, step=self._done))
-        live = take(self._tracked).digests()
+        snapshot = take(self._tracked)
+        live = snapshot.digests()
         if self._loaded is not None and RNG not in saved:
             live.pop(RNG)  # another world size: there is nothing to compare it with
         self._loaded = None
@@ -636,11 +646,14 @@ class Run:
                 parent=self._parent,
                 keep=self.keep,
                 when_busy=self._when_busy,
+                bytes_per_s=self._save_bytes_per_s,
                 memory=None if self._memory_interval.steps is None else self._memory_settings(),
                 look_at_lease=self._lease.check if self._lease else None,
             ),
             self._team,
         )
+        here = CheckpointName(generation=self.generation, step=self._done)
+        self._saver.test_storage(here, size_bytes=sum(tensor.nbytes for tensor in snapshot.tensors.values()))
         if self._parent is None:
             self._save()
 
@@ -687,7 +700,7 @@ class Run:
         saved = self._save_for_good()
         self._check_lease()
         if saved:
-            memory.forget(self._memory_root)  # the disk has the end
+            memory.forget(self._memory_root)
             self._tell("finished", step=self._done)
         else:
             self._warn(
@@ -760,11 +773,19 @@ class Run:
                 if news.note:
                     self._warn(f"Old checkpoints under {root} could not be removed: {news.note}. Watch its free space.")
             case "failed":
-                self._failures += 1
-                self._tell("save_failed", step=name.step, attempt=self._failures, reason=news.problem)
+                self._tell_failure(name, news.problem)
                 self._warn(
                     f"Checkpoint {name} was not saved under {root}: {news.problem}. Training goes on and the next save "
                     "tries again; check space and permissions there."
+                )
+            case "unwritable":
+                self._tell_failure(
+                    name, f"the write test of this node failed, whatever its free space says: {news.problem}"
+                )
+                self._warn(
+                    f"This node cannot write checkpoints under {root}: {news.problem}. A file was written there as a "
+                    "test, so this counts whatever the free space says. Training goes on; look for a full target, a "
+                    "quota or a read-only mount before the next save."
                 )
             case "skipped":
                 self._tell("save_skipped", step=name.step, reason=news.problem)
@@ -792,6 +813,10 @@ class Run:
                 self._tell("rehashed", step=name.step, ok=not news.problem, reason=news.problem)
                 if news.problem:
                     self._warn(f"Checkpoint {name} is damaged already: {news.problem}")
+
+    def _tell_failure(self, name: CheckpointName, problem: str) -> None:
+        self._failures += 1
+        self._tell("save_failed", step=name.step, attempt=self._failures, reason=problem)
 
     def _check_stepped_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """In the first step: does an optimizer that nobody saves move the tracked model?"""

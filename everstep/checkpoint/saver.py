@@ -40,15 +40,18 @@ _RETRY_AFTER_S = (0.5, 2.0, 8.0)
 _SAME = json.dumps(SAME)
 
 
+Trouble = Literal["failed", "skipped", "rehashed", "not_kept", "unwritable"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class News:
     """What became of a save. `problem` is "" where all went well; sizes in bytes, times in seconds.
 
     kept: this rank's part of a snapshot is in memory, and a copy of that of the rank `copy_of`, if there are copies.
-    not_kept: something of that is not.
+    not_kept: something of that is not. unwritable: this node's write test failed.
     """
 
-    kind: Literal["saved", "failed", "skipped", "rehashed", "kept", "not_kept"]
+    kind: Literal["saved", "kept"] | Trouble
     name: CheckpointName
     problem: str = ""
     size_bytes: int = 0
@@ -160,6 +163,18 @@ class Saver:
 
     # --- Saving, all ranks together -------------------------------------------------------------------------------
 
+    def test_storage(self, name: CheckpointName, *, size_bytes: int) -> None:
+        """Let each node's writer write and read a file of this size where checkpoints go; `news` says what fails.
+
+        A collective; it starts the writers, and waits for nothing else. name: where training stands.
+        """
+        problems = self._connect()
+        if problems:
+            self._refuse(name, problems)
+        elif self._writer is not None and self._writer.leads:
+            order = {"op": "try", "name": asdict(name), "root": str(self._settings.root), "size_bytes": size_bytes}
+            self._listening = self._send(order)
+
     def save(
         self,
         name: CheckpointName,
@@ -197,7 +212,8 @@ class Saver:
         tensors = {own_keys.get(path, path): tensor for path, tensor in taken.tensors.items()}
         first = statements[0].structures if self._team.rank else {}
         same = {part for part, digest in statements[self._team.rank].structures.items() if first.get(part) == digest}
-        described = taken.describe(own_keys, same=same, handed_on=own_keys.keys() & handed_on_paths(tracked))
+        handed_on = own_keys.keys() & handed_on_paths(tracked) if own_keys else ()
+        described = taken.describe(own_keys, same=same, handed_on=handed_on)
         if not planned:
             problems = self._plan(tensors, described)
             if problems:
@@ -208,6 +224,27 @@ class Saver:
             aside = Path(statements[0].aside) if to_disk else None
             self._hand_over(name, tensors, described, aside=aside, to_memory=to_memory)
         return to_disk or to_memory
+
+    def _agree_on_memory(self, name: CheckpointName, statements: list[_Statement]) -> bool:
+        """Whether all ranks are done with the snapshot before; all come to the same."""
+        assert self._memory is not None
+        self._memory.agree([said.memory_complete for said in statements])
+        busy = [rank for rank, said in enumerate(statements) if said.memory_busy]
+        if busy:
+            self._tell("not_kept", name, f"the snapshot before it is still being copied (ranks {busy[:8]})")
+        return not busy
+
+    def _has_room(self, name: CheckpointName, described: str) -> bool:
+        """Asked once for each layout; a collective then."""
+        assert self._memory is not None and self._layout is not None
+        if not self._memory_measured:
+            self._memory_measured = True
+            untouched = 0 if self._arena_touched or self._arena is None else self._arena.size_bytes
+            part_bytes = self._layout.size_bytes + 2 * len(_text(self._layout, described))
+            self._memory.room(part_bytes=part_bytes, untouched_bytes=untouched)
+            if self._memory.refusal:
+                self._tell("not_kept", name, f"no snapshots are kept from here on: {self._memory.refusal}")
+        return not self._memory.refusal
 
     def _capture(self, tracked: Mapping[str, Any], look: Callable[[dict[str, Any]], None] | None) -> _Taken:
         states = collect(tracked)
@@ -232,41 +269,20 @@ class Saver:
             self._replicas.compare(checksums, synchronized=synchronized_paths(tracked, taken.tensors))
         return self._replicas.differing != before
 
-    def _agree_on_memory(self, name: CheckpointName, statements: list[_Statement]) -> bool:
-        """Whether all ranks are done with the snapshot before. A collective only in that all come to the same."""
-        assert self._memory is not None
-        self._memory.agree([said.memory_complete for said in statements])
-        busy = [rank for rank, said in enumerate(statements) if said.memory_busy]
-        if busy:
-            self._tell("not_kept", name, f"the snapshot before it is still being copied (ranks {busy[:8]})")
-        return not busy
-
-    def _has_room(self, name: CheckpointName, described: str) -> bool:
-        """Asked once for each layout; a collective then."""
-        assert self._memory is not None and self._layout is not None
-        if not self._memory_measured:
-            self._memory_measured = True
-            untouched = 0 if self._arena_touched or self._arena is None else self._arena.size_bytes
-            part_bytes = self._layout.size_bytes + 2 * len(_text(self._layout, described))
-            self._memory.room(part_bytes=part_bytes, untouched_bytes=untouched)
-            if self._memory.refusal:
-                self._tell("not_kept", name, f"no snapshots are kept from here on: {self._memory.refusal}")
-        return not self._memory.refusal
-
     def _until_free(
         self, name: CheckpointName, taken: _Taken | None, problem: str, *, to_disk: bool
     ) -> list[_Statement] | None:
         """What every rank says once none is busy with an earlier save; None where this one is skipped."""
         statements = self._team.gather(self._statement(name, taken, problem, to_disk=to_disk))
-        if not any(said.busy for said in statements):
-            return statements
-        limit_s = self._settings.wait_limit_s if self._settings.when_busy == "wait" and to_disk else 0.0
-        busy = self._await_free(limit_s, copy_only=not to_disk)
+        busy = [rank for rank, said in enumerate(statements) if said.busy]
+        if busy and to_disk:
+            busy = self._await_free(self._settings.wait_limit_s if self._settings.when_busy == "wait" else 0.0)
+            statements = [] if busy else self._team.gather(self._statement(name, taken, problem, to_disk=to_disk))
         if busy:
             kind: Literal["skipped", "not_kept"] = "skipped" if to_disk else "not_kept"
             self._tell(kind, name, f"the save before it is still being written (ranks {busy[:8]})")
             return None
-        return self._team.gather(self._statement(name, taken, problem, to_disk=to_disk))
+        return statements
 
     def _statement(self, name: CheckpointName, taken: _Taken | None, problem: str, *, to_disk: bool) -> _Statement:
         self._listen(0)
@@ -283,15 +299,15 @@ class Saver:
             memory_complete=None if self._memory is None else self._memory.complete,
         )
 
-    def _await_free(self, limit_s: float, *, copy_only: bool = False, with_memory: bool = False) -> list[int]:
+    def _await_free(self, limit_s: float, *, with_memory: bool = False) -> list[int]:
         """Wait until no rank has a save under way; returns the ranks that still have. A collective.
 
-        copy_only: it is enough that the copy is free. with_memory: wait for copies of snapshots on other nodes as well.
+        with_memory: wait for copies of snapshots on other nodes as well.
         """
         deadline = time.monotonic() + limit_s
         while True:
             self._listen(0)
-            busy = self._copy_in_use if copy_only else self.busy or (with_memory and self._memory_busy)
+            busy = self.busy or (with_memory and self._memory_busy)
             said = self._team.gather((busy, self._lost, time.monotonic() > deadline))
             if self._publishing is not None and any(lost == self._publishing for _, lost, _ in said):
                 self._send({"op": "abandon"})
@@ -381,7 +397,9 @@ class Saver:
                 "lease_held_ns": held_ns,
                 "limit_s": _PUBLISH_LIMIT_S,
                 "pauses_s": _RETRY_AFTER_S,
-                "bytes_per_s": settings.bytes_per_s / self._writer.nodes if settings.bytes_per_s else None,
+                "bytes_per_s": settings.bytes_per_s,
+                "nodes": self._writer.nodes,
+                "node": self._writer.node,
                 "part": {
                     "rank": self._team.rank,
                     "world_size": self._team.world_size,
@@ -480,6 +498,8 @@ class Saver:
                     )
             case "rehashed":
                 self._tell("rehashed", name, problem)
+            case "tried" if problem:
+                self._tell("unwritable", name, problem)
 
     def _lose(self, name: CheckpointName, problem: str) -> None:
         """This rank's part will not come; rank 0's writer is told when all ranks next talk to each other."""
@@ -511,7 +531,10 @@ class Saver:
         return False
 
     def _tell(
-        self, kind: Literal["failed", "skipped", "rehashed", "not_kept"], name: CheckpointName, problem: str
+        self,
+        kind: Literal["failed", "skipped", "rehashed", "not_kept", "unwritable"],
+        name: CheckpointName,
+        problem: str,
     ) -> None:
         self._news.append(News(kind=kind, name=name, problem=problem))
 

@@ -17,7 +17,7 @@ from typing import Any
 from everstep.checkpoint.manifest import CheckpointName, FileEntry, rank_file, shard_file
 from everstep.checkpoint.sealed import FORMAT
 
-_BLOCK_BYTES = 4 << 20
+BLOCK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +37,14 @@ class Part:
 
 
 class Pace:
-    """Lets bytes through at a rate, so that a shared store sees a stream and no storm. None: as fast as it goes."""
+    """Lets bytes through at a rate, so that a shared store sees a stream and no storm. None: as fast as it goes.
 
-    def __init__(self, bytes_per_s: float | None) -> None:
+    begin_after_s: before the first ones, so that blocks of several nodes take turns.
+    """
+
+    def __init__(self, bytes_per_s: float | None, *, begin_after_s: float = 0.0) -> None:
         self._bytes_per_s = bytes_per_s
-        self._next = 0.0
+        self._next = time.monotonic() + begin_after_s
 
     def take(self, count: int) -> None:
         """Wait until `count` more bytes may go."""
@@ -104,7 +107,7 @@ def file_hash(path: Path) -> str:
 
 
 def _blocks(memory: memoryview) -> list[memoryview]:
-    return [memory[at : at + _BLOCK_BYTES] for at in range(0, len(memory), _BLOCK_BYTES)]
+    return [memory[at : at + BLOCK_BYTES] for at in range(0, len(memory), BLOCK_BYTES)]
 
 
 def _write_all(fd: int, data: memoryview) -> None:

@@ -53,13 +53,16 @@ class Examination:
     faults: tuple[Fault, ...]
 
 
-def verify(directory: Path, *, from_storage: bool = False) -> Manifest:
+def verify(
+    directory: Path, *, from_storage: bool = False, progress: Callable[[int], None] = lambda count: None
+) -> Manifest:
     """Read a whole checkpoint and compare. Raises `CheckpointMissing` or `CheckpointDamaged` with what is wrong.
 
     from_storage: forget what the kernel has cached of it first, so that the medium is read and not memory.
+    progress: called with the number of bytes after each block that was read.
     """
     manifest = read_manifest(directory)
-    faults = list(_faults(directory, manifest, from_storage=from_storage, progress=lambda count: None))
+    faults = list(_faults(directory, manifest, from_storage=from_storage, progress=progress))
     if faults:
         raise damaged(manifest, directory, faults)
     return manifest

@@ -25,9 +25,10 @@ from everstep.checkpoint.manifest import CheckpointName, Manifest
 from everstep.checkpoint.memory import Held, keep_only, keep_part
 from everstep.checkpoint.publish import Publication, discard, publish, tell_done, tell_failed
 from everstep.checkpoint.retention import remove_expired
-from everstep.checkpoint.shards import Pace, Part, with_patience, write_part
+from everstep.checkpoint.shards import BLOCK_BYTES, Pace, Part, with_patience, write_part
 from everstep.checkpoint.verify import verify
 from everstep.checkpoint.wire import receive, send
+from everstep.checkpoint.write_test import write_test
 from everstep.elastic.lease_files import LeasePaths
 from everstep.errors import CheckpointDamaged, CheckpointMissing, EverstepError
 from everstep.rank_lease import PublishingLease
@@ -42,7 +43,7 @@ class Node:
     def __init__(self) -> None:
         self.one_at_a_time = threading.Lock()
         """Ranks of a node write one after the other: the store sees one stream from each node."""
-        self._rehashing: queue.Queue[tuple[Connection, Path, CheckpointName]] = queue.Queue()
+        self._rehashing: queue.Queue[tuple[Connection, Path, CheckpointName, Pace]] = queue.Queue()
         self._connected = 0
         self._lock = threading.Lock()
         threading.Thread(target=self._rehash, name="rehash", daemon=True).start()
@@ -58,16 +59,16 @@ class Node:
             if not self._connected:
                 os._exit(0)
 
-    def rehash(self, connection: Connection, directory: Path, name: CheckpointName) -> None:
+    def rehash(self, connection: Connection, directory: Path, name: CheckpointName, pace: Pace) -> None:
         """Read it again from storage when nothing else is to be done, and tell."""
-        self._rehashing.put((connection, directory, name))
+        self._rehashing.put((connection, directory, name, pace))
 
     def _rehash(self) -> None:
         while True:
-            connection, directory, name = self._rehashing.get()
+            connection, directory, name, pace = self._rehashing.get()
             problem = ""
             try:
-                verify(directory, from_storage=True)
+                verify(directory, from_storage=True, progress=pace.take)
             except CheckpointMissing:
                 continue  # retention was faster
             except CheckpointDamaged as err:
@@ -101,6 +102,8 @@ class Connection:
                 case "save":
                     if message["aside"] is not None:
                         self._abandoned.clear()
+                    self._jobs.put({**message, "began": time.monotonic()})
+                case "try":
                     self._jobs.put(message)
                 case "abandon":
                     self._abandoned.set()
@@ -115,6 +118,9 @@ class Connection:
         while True:
             job = self._jobs.get()
             name = CheckpointName(**job["name"])
+            if job["op"] == "try":
+                self._try(job, name)
+                continue
             if job["memory"] is not None:
                 self._keep(job, name)
             if job["aside"] is None:
@@ -125,6 +131,14 @@ class Connection:
                 threading.Thread(target=self._publish, args=(job, name), name="publish", daemon=True).start()
             elif job["publication"] is not None:
                 discard(_publication(job, name))
+
+    def _try(self, job: dict[str, Any], name: CheckpointName) -> None:
+        problem = ""
+        try:
+            write_test(Path(job["root"]), size_bytes=job["size_bytes"])
+        except Exception as err:  # whatever it is, the rank must hear of it
+            problem = f"{type(err).__name__}: {err}"
+        self.tell("tried", name, problem)
 
     def _keep(self, job: dict[str, Any], name: CheckpointName) -> None:
         """Put the part into memory, in place of the snapshots that are not needed any more."""
@@ -162,7 +176,7 @@ class Connection:
         def attempt() -> list[Any]:
             aside.mkdir(parents=True, exist_ok=True)
             with self._node.one_at_a_time:
-                entries = write_part(aside, part, memory, Pace(job["bytes_per_s"]))
+                entries = write_part(aside, part, memory, _share(job))
             tell_done(aside, part.rank, entries)
             return entries
 
@@ -177,7 +191,7 @@ class Connection:
 
     def _publish(self, job: dict[str, Any], name: CheckpointName) -> None:
         publication = _publication(job, name)
-        began, problem = time.monotonic(), ""
+        problem = ""
         manifest: Manifest | None = None
         try:
             manifest = publish(
@@ -195,11 +209,19 @@ class Connection:
             name,
             problem,
             size_bytes=manifest.size_bytes if manifest else 0,
-            seconds=time.monotonic() - began,
+            seconds=time.monotonic() - job["began"],
             left=left,
         )
         if manifest is not None:
-            self._node.rehash(self, name.directory(publication.root), name)
+            self._node.rehash(self, name.directory(publication.root), name, Pace(job["bytes_per_s"]))
+
+
+def _share(job: dict[str, Any]) -> Pace:
+    """This node's part of the rate; its blocks come between those of other nodes."""
+    rate, nodes = job["bytes_per_s"], job["nodes"]
+    if rate is None:
+        return Pace(None)
+    return Pace(rate / nodes, begin_after_s=job["node"] * BLOCK_BYTES / rate)
 
 
 def _publication(job: dict[str, Any], name: CheckpointName) -> Publication:

@@ -18,7 +18,7 @@ _GONE_WITHIN_S = 5.0
 
 
 class Writer:
-    """This rank's connection to the writer of its node. `nodes` is how many writers the run has."""
+    """This rank's connection to the writer of its node, number `node` of `nodes`; leads: it started the writer."""
 
     def __init__(self, team: Team) -> None:
         """A collective. Raises `SaveFailed`, on this rank alone, where no writer could be started or reached."""
@@ -27,9 +27,10 @@ class Writer:
         # Ranks of one launcher are on one node and share its file system.
         place = (socket.gethostname(), os.getppid())
         places = team.gather(place)
-        self.nodes = len(set(places))
-        leads = places.index(place) == team.rank
-        directory = Path(tempfile.mkdtemp(prefix="everstep-writer-")) if leads else None
+        nodes = list(dict.fromkeys(places))
+        self.nodes, self.node = len(nodes), nodes.index(place)
+        self.leads = places.index(place) == team.rank
+        directory = Path(tempfile.mkdtemp(prefix="everstep-writer-")) if self.leads else None
         try:
             if directory is not None:
                 address, problem = self._start(directory)
