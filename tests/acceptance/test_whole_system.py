@@ -99,7 +99,7 @@ def test_an_exit_with_code_0_before_the_last_step_opens_an_incident(idle: Runnin
 
 def test_a_dead_rank_costs_no_more_than_the_steps_since_the_last_snapshot_in_memory(idle: RunningSystem) -> None:
     """Saved to disk at step 0 alone, kept in memory each 5 steps; nothing stays there once the job has ended."""
-    shared = Path("/dev/shm")  # noqa: S108
+    shared = Path("/dev/shm")
     before = set(shared.glob("everstep-*/*"))
     job = submit(
         idle,
@@ -107,9 +107,7 @@ def test_a_dead_rank_costs_no_more_than_the_steps_since_the_last_snapshot_in_mem
         memory_every=5,
         memory_partner=True,
     )
-    idle.wait_until(
-        lambda: (idle.rest.get(f"jobs/{job['id']}")["last_step"] or 0) >= 12, what="12 steps", limit_s=90
-    )
+    idle.wait_until(lambda: (idle.rest.get(f"jobs/{job['id']}")["last_step"] or 0) >= 12, what="12 steps", limit_s=90)
     drill = {"kind": "kill-rank", "job": job["id"], "rank": 1}
     order_drill(idle, drill, key=str(time.time_ns()))
     incident = idle.wait_until(lambda: ended_incident(idle, job["id"]), what="the end of an incident", limit_s=120)
