@@ -22,6 +22,10 @@ SAME = {"$": "same"}
 _MAPPINGS = frozenset({"dict", "ordered", "counter"})
 _CHUNK_FIELDS = frozenset({"key", "dtype", "shape", "offsets", "sizes", "at", "size_bytes", "sha256"})
 _LARGEST = 1 << 62
+_TYPE = re.compile(
+    r"(?:b?float|complex)(16|32|64|128)|float([48])_[a-z0-9_]+|q?u?int([1-8]|16|32|64)(?:x[24])?|bits([1248]|16)(?:x[248])?"
+)
+"""Names of torch's types, with the bits of an item; several small ones share a byte."""
 
 
 def parse_description(content: bytes, manifest: Manifest, rank: int) -> dict[str, Any]:
@@ -98,10 +102,10 @@ def item_bytes(dtype: str) -> int:
     name = dtype.removeprefix("torch.")
     if name == "bool":
         return 1
-    bits = re.fullmatch(r"(?:b?float|complex|u?int|qu?int|bits)(\d+)(?:_?[a-z0-9_]*)", name)
+    bits = _TYPE.fullmatch(name)
     if bits is None:
         raise ValueError(f"names a type {dtype!r} that there is not")
-    return max(1, int(bits[1]) // 8)
+    return max(1, int(next(group for group in bits.groups() if group)) // 8)
 
 
 def _check_tensor(entry: Mapping[str, Any]) -> None:
