@@ -74,7 +74,8 @@ class RankLease:
 
     def _end(self, expired: Expired) -> NoReturn:
         """The last line of the output is what the runner reports."""
-        self._log.write("lease_expired", silent_s=expired.silent_ns / NS, limit_s=expired.limit_ns / NS)
+        silent_s, limit_s = expired.silent_ns / NS, expired.limit_ns / NS
+        self._log.write("lease_expired", silent_s=silent_s, limit_s=limit_s, phase=expired.phase)
         os.write(2, f"{expired}. This rank ends itself, since another generation may be running.\n".encode())
         os._exit(EXIT_CODE)
 

@@ -112,7 +112,9 @@ def _check_tensor(entry: Mapping[str, Any]) -> None:
     path, dtype = entry.get("path"), entry.get("dtype")
     if not isinstance(path, str) or not isinstance(dtype, str):
         raise ValueError("describes a tensor without a path or a type")
-    _check_dimensions(entry.get("shape"), path)
+    shape = _check_dimensions(entry.get("shape"), path)
+    if "strides" in entry and len(_check_dimensions(entry["strides"], path)) != len(shape):
+        raise ValueError(f"describes {path} with other dimensions in memory than it has")
     item_bytes(dtype)
 
 

@@ -23,6 +23,7 @@ from everstep.checkpoint.storage import ShardReader, dtype_of
 from everstep.checkpoint.tree import Structure, flatten, unflatten
 from everstep.checkpoint.verify import Fault, check_sizes, damaged, read_rank_file
 from everstep.checkpoint.wholeness import check_whole
+from everstep.checkpoint.world_change import check_world_change
 from everstep.errors import CheckpointDamaged, UsageError
 
 
@@ -42,7 +43,7 @@ def read_checkpoint(directory: Path, *, rank: int, world_size: int, tracked: Map
     """Load a checkpoint's state into fresh tensors, sharded as the tracked objects are now.
 
     Raises `CheckpointMissing` where there is no complete checkpoint, `CheckpointDamaged` where its files are not what
-    its manifest says, `UsageError` where a sharded tensor has no sharded counterpart among what is tracked.
+    its manifest says, `UsageError` where this number of ranks cannot take the state over.
     """
     manifest = read_manifest(directory)
     check_sizes(directory, manifest)
@@ -59,6 +60,7 @@ def read_checkpoint(directory: Path, *, rank: int, world_size: int, tracked: Map
         for part, structure in described[source]["parts"].items()
     }
     if world_size != manifest.world_size:
+        check_world_change(manifest, described, tracked, world_size=world_size)
         parts.pop(RNG, None)
     reader = ShardReader(directory, manifest, described)
     places = _places(tracked)
@@ -116,6 +118,8 @@ def _empty(entry: Mapping[str, Any], place: torch.Tensor | None) -> torch.Tensor
     shape, dtype = torch.Size(entry["shape"]), dtype_of(entry)
     if isinstance(place, DTensor) and place.shape == shape:
         return torch.empty_like(place.detach(), dtype=dtype)
+    if "strides" in entry:
+        return torch.empty_strided(shape, entry["strides"], dtype=dtype)
     return torch.empty(shape, dtype=dtype)
 
 

@@ -24,7 +24,8 @@ _BLOCK_BYTES = 4 << 20
 class Part:
     """What one rank has copied: its tensors' bytes from 0 on, then a JSON object at `described_at`.
 
-    The object has `chunks` (what lies where, without hashes), `parts` (structures) and `own_keys`.
+    The object has `chunks` (what lies where, without hashes), `parts` (structures), `own_keys` (of tensors that differ
+    between ranks) and `handed_on` (those of them that rank 0 gives to all).
     """
 
     name: CheckpointName
