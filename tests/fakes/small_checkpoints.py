@@ -73,6 +73,7 @@ def _write_rank(aside: Path, name: CheckpointName, rank: int, world_size: int, f
             "steps": {"$": "tuple", "items": [name.step, rank]},
         },
         "own_keys": {},
+        "handed_on": [],
     }
     size_bytes = sum(chunk["size_bytes"] for chunk in chunks)
     text = json.dumps(described).encode()

@@ -35,6 +35,7 @@ def test_whatever_a_state_may_hold_is_understood() -> None:
         "texts": np.array(["ab", "c"]),
         "raw": (b"", b"ab", None, True, 1.5, float("inf")),
         1: {"deep": [[torch.ones(2, dtype=torch.bfloat16)]]},
+        "orders": [torch.ones(4, 3).t(), torch.ones(50, 9, 1, 7, 8)[7:8].transpose(3, 4)],
     }
     structure, tensors = flatten(state, path="part")
     assert [entry["path"] for entry in tensor_entries(structure)] == list(tensors)

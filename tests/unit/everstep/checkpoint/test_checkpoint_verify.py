@@ -145,8 +145,8 @@ def said(**changes: Any) -> Callable[[dict[str, Any]], None]:
     return lambda described: described.update(changes)
 
 
-def drop_a_chunk(described: dict[str, Any]) -> None:
-    described["chunks"] = described["chunks"][:1]
+def tensor(**more: Any) -> dict[str, Any]:
+    return {"$": "tensor", "path": "model/weight", "dtype": "torch.float32", "shape": [6, 4], **more}
 
 
 @pytest.mark.parametrize(
@@ -158,6 +158,11 @@ def drop_a_chunk(described: dict[str, Any]) -> None:
         (said(chunks=[7]), "other fields"),
         (said(parts=[]), "describes no state"),
         (said(own_keys={"a": 7}), "no names"),
+        (said(handed_on=None), "what rank 0 hands on"),
+        (said(parts={"model": tensor(strides=[1])}), "other dimensions in memory"),
+        (said(parts={"model": tensor(strides=[0, 1])}), "in one place, or far apart"),
+        (said(parts={"model": tensor(strides=[1, 1 << 40])}), "in one place, or far apart"),
+        (said(parts={"model": tensor(strides=[1, 1 << 70])}), "other dimensions in memory"),
         (said(parts={"model": {"$": "pickle"}}), "kind 'pickle'"),
         (said(parts={"model": {"$": "dict", "items": [[1]]}}), "no pairs"),
         (said(parts={"model": {"$": "tensor", "path": "model/bias"}}), "without a path or a type"),
