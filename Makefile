@@ -7,11 +7,12 @@ VENV := .venv/.stamp
 PAGES := dashboard/static/vendor/.stamp
 SEED ?= 1
 SCHEDULES ?= 500
+CASES ?= 200
 # Management commands that need no state of their own keep the little that they write out of the demo's folder.
 SCRATCH := EVERSTEP_HOME=$(CURDIR)/.venv/scratch
 
 .PHONY: help install demo demo-check drills single-node shrink check check-format check-lint check-types check-imports \
-	check-unit test test-parts test-systems test-pages proof planted-bugs chaos simulate silence openapi lock clean
+	check-unit test test-parts test-systems test-pages proof planted-bugs corruptions chaos simulate silence openapi lock clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
@@ -87,6 +88,9 @@ test-pages: install
 
 planted-bugs: $(VENV) ## resumes with a bug in them are found and named, clean ones raise no alarm; real training. SEED=1
 	@OMP_NUM_THREADS=1 PYTHONPATH=.:tests/acceptance $(BIN)/python -m planted_bugs --seed $(SEED)
+
+corruptions: $(VENV) ## real checkpoints damaged in every way, and saves to failing storage: none is taken wrongly. CASES=200 SEED=1
+	@OMP_NUM_THREADS=1 PYTHONPATH=.:tests/acceptance $(BIN)/python -m corruptions --seed $(SEED) --cases $(CASES)
 
 proof: install ## every long proof in full, one table at the end (about half an hour). SEED=1
 	@.ci/apt

@@ -7,6 +7,7 @@ nothing in it can send a reader astray. `verify.py` calls it for each rank's fil
 from __future__ import annotations
 
 import binascii
+import functools
 import json
 import math
 import re
@@ -21,11 +22,17 @@ SAME = {"$": "same"}
 
 _MAPPINGS = frozenset({"dict", "ordered", "counter"})
 _CHUNK_FIELDS = frozenset({"key", "dtype", "shape", "offsets", "sizes", "at", "size_bytes", "sha256"})
+_INTEGERS = frozenset({int})
+"""Without bool, which is an int to Python."""
 _LARGEST = 1 << 62
+_TYPE = re.compile(
+    r"(?:b?float|complex)(16|32|64|128)|float([48])_[a-z0-9_]+|q?u?int([1-8]|16|32|64)(?:x[24])?|bits([1248]|16)(?:x[248])?"
+)
+"""Names of torch's types, with the bits of an item; several small ones share a byte."""
 
 
 def parse_description(content: bytes, manifest: Manifest, rank: int) -> dict[str, Any]:
-    """The content of a rank's file: `chunks`, `parts`, `own_keys`. Raises ValueError with what is wrong with it."""
+    """The content of a rank's file, as `shards.Part` describes it. Raises ValueError with what is wrong with it."""
     try:
         described = json.loads(content)
     except RecursionError as err:
@@ -43,6 +50,9 @@ def parse_description(content: bytes, manifest: Manifest, rank: int) -> dict[str
         raise ValueError("describes no state")
     if not all(isinstance(key, str) for key in own_keys.values()):
         raise ValueError("names keys of its own that are no names")
+    handed_on = described.get("handed_on")
+    if not isinstance(handed_on, list) or not all(isinstance(path, str) for path in handed_on):
+        raise ValueError("does not say what rank 0 hands on")
     try:
         for structure in parts.values():
             if structure == SAME and rank:
@@ -93,15 +103,16 @@ def tensor_entries(structure: Any) -> Iterator[dict[str, Any]]:
         raise ValueError(f"describes something of kind {kind!r}, which this release does not know")
 
 
+@functools.lru_cache(maxsize=256)
 def item_bytes(dtype: str) -> int:
     """Bytes of one item of a torch type, by its name, with or without "torch.". Raises ValueError for no such name."""
     name = dtype.removeprefix("torch.")
     if name == "bool":
         return 1
-    bits = re.fullmatch(r"(?:b?float|complex|u?int|qu?int|bits)(\d+)(?:_?[a-z0-9_]*)", name)
+    bits = _TYPE.fullmatch(name)
     if bits is None:
         raise ValueError(f"names a type {dtype!r} that there is not")
-    return max(1, int(bits[1]) // 8)
+    return max(1, int(next(group for group in bits.groups() if group)) // 8)
 
 
 def _check_tensor(entry: Mapping[str, Any]) -> None:
@@ -109,9 +120,20 @@ def _check_tensor(entry: Mapping[str, Any]) -> None:
     if not isinstance(path, str) or not isinstance(dtype, str):
         raise ValueError("describes a tensor without a path or a type")
     shape = _check_dimensions(entry.get("shape"), path)
-    if "strides" in entry and len(_check_dimensions(entry["strides"], path)) != len(shape):
-        raise ValueError(f"describes {path} with other dimensions in memory than it has")
+    if "strides" in entry:
+        _check_strides(entry["strides"], shape, path)
     item_bytes(dtype)
+
+
+def _check_strides(strides: Any, shape: list[int], path: str) -> None:
+    """In memory the values lie side by side in some order of the dimensions: none twice, and no gaps."""
+    if not _are_counts(strides) or len(strides) != len(shape) or max(strides, default=0) > _LARGEST:
+        raise ValueError(f"describes {path} with other dimensions in memory than it has")
+    filled = 1
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size != 1 and stride != filled:
+            raise ValueError(f"describes {path} with values that lie in one place, or far apart")
+        filled *= size
 
 
 def _check_array(entry: Mapping[str, Any]) -> None:
@@ -141,10 +163,10 @@ def _check_chunks(chunks: Any, *, shard_bytes: int) -> None:
         key, dtype, sha256 = chunk["key"], chunk["dtype"], chunk["sha256"]
         if not (isinstance(key, str) and isinstance(dtype, str) and isinstance(sha256, str)):
             raise ValueError("describes a chunk without a key, a type or a hash")
-        shape, offsets, sizes = (_check_dimensions(chunk[field], key) for field in ("shape", "offsets", "sizes"))
-        if not len(shape) == len(offsets) == len(sizes) or any(
-            offset + size > whole for offset, size, whole in zip(offsets, sizes, shape, strict=True)
-        ):
+        shape, offsets, sizes = chunk["shape"], chunk["offsets"], chunk["sizes"]
+        for numbers in (shape, offsets, sizes):
+            _check_dimensions(numbers, key)
+        if not len(shape) == len(offsets) == len(sizes) or any(map(_beyond, offsets, sizes, shape)):
             raise ValueError(f"describes a chunk that lies outside {key}")
         if chunk["at"] != at or chunk["size_bytes"] != math.prod(sizes) * item_bytes(dtype):
             raise ValueError(f"describes {key} at another place, or of another length, than it has")
@@ -154,8 +176,18 @@ def _check_chunks(chunks: Any, *, shard_bytes: int) -> None:
 
 
 def _check_dimensions(value: Any, key: str) -> list[int]:
-    if not isinstance(value, list) or not all(type(number) is int and number >= 0 for number in value):
+    """A shape, or a place in one. Raises ValueError."""
+    # Large jobs have hundreds of thousands of these, and each rank looks at all of them before it loads.
+    if not _are_counts(value):
         raise ValueError(f"describes {key} with a shape that is none")
-    if math.prod(max(1, number) for number in value) > _LARGEST:
+    if math.prod(filter(None, value)) > _LARGEST:
         raise ValueError(f"describes {key} larger than any memory")
-    return value
+    return list(value)
+
+
+def _are_counts(value: Any) -> bool:
+    return type(value) is list and _INTEGERS.issuperset(map(type, value)) and min(value, default=0) >= 0
+
+
+def _beyond(offset: int, size: int, whole: int) -> bool:
+    return offset + size > whole

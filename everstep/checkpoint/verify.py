@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from everstep.checkpoint.description import parse_description, whose
+from everstep.checkpoint.description import belongs, parse_description, whose
 from everstep.checkpoint.manifest import MANIFEST, FileEntry, Manifest, rank_file, read_manifest, shard_file
 from everstep.checkpoint.plain_files import open_plain, plain_size, read_plain
 from everstep.checkpoint.wholeness import check_whole
@@ -169,20 +169,15 @@ def _described(directory: Path, manifest: Manifest, rank: int) -> dict[str, Any]
 
 
 def _other_save(content: bytes, manifest: Manifest, rank: int) -> str:
-    """In words, where a file with another hash is from, if it says that it is from elsewhere."""
+    """In words, where a file with another hash says that it is from, if that is elsewhere."""
     try:
         said = json.loads(content)
     except (ValueError, RecursionError):
         return ""
-    if not isinstance(said, dict) or not isinstance(said.get("step"), int):
+    fields = ("generation", "step", "rank", "world_size")
+    if not isinstance(said, dict) or not all(isinstance(said.get(field), int) for field in fields):
         return ""
-    mine = {
-        "generation": manifest.name.generation,
-        "step": manifest.name.step,
-        "rank": rank,
-        "world_size": manifest.world_size,
-    }
-    return "" if mine.items() <= said.items() else f"is {whose(said)}: two saves are mixed"
+    return "" if belongs(said, manifest, rank) else f"is not what was saved: it says that it is {whose(said)}"
 
 
 def _shard_faults(

@@ -138,8 +138,9 @@ def _verify(
     try:
         examination = examine(directory, from_storage=from_storage, progress=progress.advance)
         verdict = "damaged" if examination.faults else "whole"
-    except CheckpointMissing as err:
-        examination = Examination(manifest=None, faults=(Fault(kind="manifest", file=MANIFEST, what=str(err)),))
+    except CheckpointMissing:
+        missing = "is not there: it was never completed, or it was removed"
+        examination = Examination(manifest=None, faults=(Fault(kind="manifest", file=MANIFEST, what=missing),))
     manifest = examination.manifest
     return {
         "checkpoint": str(name),
@@ -209,6 +210,8 @@ def _wanted(directory: Path, chosen: Sequence[str]) -> tuple[Path, list[Checkpoi
         return root, names or None
     if names:
         raise WrongUsage(f"{directory} is one checkpoint already: leave --checkpoint out, or name the directory above.")
+    if one.directory(root.parent.parent) != root:
+        raise NotThere(f"{directory} is no checkpoint's directory: {one} lies in {one.directory(Path())}.")
     return root.parent.parent, [one]
 
 

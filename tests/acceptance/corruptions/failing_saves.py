@@ -21,11 +21,13 @@ from agents.supervisor.checkpoints import is_complete
 from corruptions.crew import Crew
 from corruptions.judges import Result
 from everstep.checkpoint.lineage import newest_checkpoint, record_lineage
-from everstep.checkpoint.manifest import CheckpointName, complete_checkpoints
+from everstep.checkpoint.manifest import CheckpointName, complete_checkpoints, read_manifest
 from everstep.checkpoint.verify import examine
 
 GOOD, LOST, LATER = (CheckpointName(generation=1, step=step) for step in (1, 2, 3))
 STORE_BYTES = 24 << 20
+FEWEST_WRITES = 25
+"""Any save takes more of them."""
 
 
 class Trial:
@@ -35,6 +37,8 @@ class Trial:
         self.crew = crew
         self.root = folder / "checkpoints"
         self.rng = rng
+        self.checkpoint_bytes = 0
+        """Size of the one that was saved before anything failed."""
         self.survives_it = False
         """Whether the save is expected to come through after all."""
         self._healing: list[Callable[[], object]] = []
@@ -65,7 +69,7 @@ def no_space(trial: Trial) -> str:
     if not os.path.ismount(trial.root):
         return no_space_at_some_write(trial)
     free = os.statvfs(trial.root)
-    left = trial.rng.choice([0, 4096, 65536, 150_000])
+    left = int(trial.rng.choice([0.0, trial.rng.random() * 0.8]) * trial.checkpoint_bytes)
     filler = trial.root / "filler"
     with filler.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, max(4096, free.f_bavail * free.f_frsize - left))
@@ -74,7 +78,7 @@ def no_space(trial: Trial) -> str:
 
 
 def no_space_at_some_write(trial: Trial) -> str:
-    return trial.call_fails("write", "shard-|rank-", errno.ENOSPC, after=trial.rng.randrange(60))
+    return trial.call_fails("write", "shard-|rank-", errno.ENOSPC, after=trial.rng.randrange(FEWEST_WRITES))
 
 
 def no_space_for_the_manifest(trial: Trial) -> str:
@@ -106,7 +110,7 @@ def hiccup(trial: Trial) -> str:
 def writer_killed(trial: Trial) -> str:
     if trial.rng.random() < 0.3:
         return trial.killed("fsync", trial.rng.choice(["shard-", "rank-"]))
-    return trial.killed("write", "shard-|rank-", after=trial.rng.randrange(50))
+    return trial.killed("write", "shard-|rank-", after=trial.rng.randrange(FEWEST_WRITES))
 
 
 def writer_killed_before_the_rename(trial: Trial) -> str:
@@ -138,6 +142,7 @@ def _three_saves(trial: Trial, fail: Callable[[Trial], str]) -> tuple[str, str, 
     truth = {GOOD: _truth(answers)}
     if f"saved {GOOD}" not in answers[0][1]:
         return "", f"told {answers[0][1]} of a save that nothing hinders", "nothing yet"
+    trial.checkpoint_bytes = read_manifest(GOOD.directory(root)).size_bytes
     what = fail(trial)
     answers = crew.ask("save", LOST)
     truth[LOST] = _truth(answers)

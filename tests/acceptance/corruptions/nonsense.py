@@ -32,6 +32,13 @@ def _chunks(**changes: Any) -> Callable[[Manifest, Described], None]:
     return change
 
 
+def _drops(field: str) -> Callable[[Manifest, Described], None]:
+    def change(_: Manifest, described: Described) -> None:
+        del described[0][field]
+
+    return change
+
+
 def _says(**changes: Any) -> Callable[[Manifest, Described], None]:
     def change(manifest: Manifest, _: Described) -> None:
         manifest.update(changes)
@@ -119,6 +126,26 @@ def same_as_nobody(_: Manifest, described: Described) -> None:
     described[-1]["parts"]["ghost"] = {"$": "same"}
 
 
+def values_in_one_place(_: Manifest, described: Described) -> None:
+    """The weight's values lie over each other in memory: whatever is loaded into it, most of it is lost."""
+    _with_strides(described[0]["parts"], [0, 1])
+
+
+def values_far_apart(_: Manifest, described: Described) -> None:
+    _with_strides(described[0]["parts"], [1 << 40, 1])
+
+
+def _with_strides(structure: Any, strides: list[int]) -> None:
+    if isinstance(structure, dict):
+        if structure.get("path") == "model/0.weight":
+            structure["strides"] = strides
+        for value in list(structure.values()):
+            _with_strides(value, strides)
+    elif isinstance(structure, list):
+        for value in structure:
+            _with_strides(value, strides)
+
+
 def field_missing(_: Manifest, described: Described) -> None:
     del _last_chunk(described)["sha256"]
 
@@ -144,6 +171,10 @@ NONSENSE: dict[str, Callable[[Manifest, Described], None]] = {
     "files listed twice": files_twice,
     "a key that nobody wrote": own_key_of_nobody,
     "the same as nobody": same_as_nobody,
+    "values in one place": values_in_one_place,
+    "values far apart": values_far_apart,
+    "nothing handed on": _drops("handed_on"),
+    "no keys of its own": _drops("own_keys"),
     "a field missing": field_missing,
     "a deep state of unknown kind": deep_state,
     "negative sizes": _chunks(sizes=[-1, 2]),

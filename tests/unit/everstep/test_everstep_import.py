@@ -12,7 +12,12 @@ import everstep
 
 @pytest.mark.parametrize(
     "statement",
-    ["import everstep", "from everstep import ReplayableSampler", "import everstep.telemetry, everstep.elastic.runner"],
+    [
+        "import everstep",
+        "from everstep import ReplayableSampler",
+        "import everstep.telemetry, everstep.elastic.runner",
+        "import everstep.cli.checkpoints, everstep.checkpoint.writer_process",
+    ],
 )
 def test_import_loads_neither_torch_nor_django(statement: str) -> None:
     code = f"{statement}\nimport sys\nprint([m for m in ('torch', 'numpy', 'django', 'msgspec') if m in sys.modules])"
