@@ -116,19 +116,19 @@ def test_case_R37_pinned_copy_outlives_newer_ones_and_a_new_start_writes_to_a_ro
 
 def test_case_R38_save_that_was_killed_half_way_is_passed_by_and_said_so(tmp_path: Path) -> None:
     def save_slowly() -> None:
-        model = nn.Linear(512, 1024)
+        model = nn.Linear(2048, 2048)
         settings: dict[str, Any] = {"root": tmp_path, "job": "local", "total_steps": 6, "parent": None, "keep": 10}
         first = Saver(SaveSettings(**settings), Team())
         first.save(CheckpointName(generation=1, step=2), {"model": model})
         first.settle()
         first.close()
-        slow = Saver(SaveSettings(**settings, bytes_per_s=1 << 20), Team())
+        slow = Saver(SaveSettings(**settings, bytes_per_s=4 << 20), Team())
         slow.save(CheckpointName(generation=1, step=4), {"model": model})
         slow.settle()
 
     def half_written() -> bool:
         shards = list(tmp_path.glob("generation-00001/.writing-step-00000004-*/shard-00000.bin"))
-        return bool(shards) and shards[0].stat().st_size >= 1 << 20  # of 2 MiB
+        return bool(shards) and shards[0].stat().st_size >= 8 << 20  # of 16 MiB
 
     pid = os.fork()
     if not pid:
@@ -137,7 +137,7 @@ def test_case_R38_save_that_was_killed_half_way_is_passed_by_and_said_so(tmp_pat
     wait_until(half_written, limit_s=120)
     os.kill(pid, signal.SIGKILL)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
-    run = start(tmp_path, total_steps=6, model=nn.Linear(512, 1024))
+    run = start(tmp_path, total_steps=6, model=nn.Linear(2048, 2048))
     with pytest.warns(UserWarning, match=r"The save of 1:4 .* was never finished: .* goes on from checkpoint 1:2"):
         assert run.resume() == 2
     assert names(tmp_path) == ["1:2"]
