@@ -191,7 +191,7 @@ def test_a_loss_that_is_not_finite_for_two_steps_only_is_let_pass(fleet: ToldFle
     assert not IncidentRow.objects.filter(job=job).exists()
 
 
-def test_nan_three_steps_after_a_load_twice_quarantines_both_and_then_pages(fleet: ToldFleet, job: Job) -> None:
+def test_case_R08_nan_three_steps_after_a_load_twice_quarantines_both_and_pages(fleet: ToldFleet, job: Job) -> None:
     row = running(fleet, job)
     fleet.die("gpu-02", 1, 1)
     advance(job)
@@ -223,7 +223,21 @@ def test_nan_three_steps_after_a_load_twice_quarantines_both_and_then_pages(flee
     assert GenerationRow.objects.get(job=job, number=4).plan["parent"] == {"generation": 1, "step": 10}
 
 
-def test_nan_at_the_same_step_after_a_roll_back_pages_instead_of_rolling_back_for_ever(
+def test_case_R35_each_attempt_has_a_run_id_of_its_own(fleet: ToldFleet, job: Job) -> None:
+    row = running(fleet, job)
+    fleet.die("gpu-02", 1, 1)
+    advance(job)
+    stopped(fleet, job, row)
+    second = launch(fleet, job, 2)
+    fleet.die("gpu-02", 2, 1)
+    advance(job)
+    stopped(fleet, job, second)
+    third = launch(fleet, job, 3)
+    assert len({second.plan["run_id"], third.plan["run_id"]}) == 2
+    assert second.plan["run_id"].startswith("run_")
+
+
+def test_case_R47_nan_at_the_same_step_after_a_roll_back_pages_instead_of_rolling_back_for_ever(
     fleet: ToldFleet, job: Job
 ) -> None:
     row = running(fleet, job)
@@ -242,9 +256,7 @@ def test_nan_at_the_same_step_after_a_roll_back_pages_instead_of_rolling_back_fo
     assert not GenerationRow.objects.filter(job=job, number=3).exists()
 
 
-def test_a_roll_back_that_gets_past_the_bad_step_is_recovered_and_not_held_against_the_bad_curve(
-    fleet: ToldFleet, job: Job
-) -> None:
+def test_case_R47_a_roll_back_that_gets_past_the_bad_step_is_recovered(fleet: ToldFleet, job: Job) -> None:
     row = running(fleet, job)
     train(fleet, row, range(36, 39), loss=NAN)
     advance(job)

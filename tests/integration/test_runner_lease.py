@@ -166,3 +166,45 @@ def test_runner_whose_lease_cannot_be_kept_starts_nothing(tmp_path: Path) -> Non
     with Generation(tmp_path, ["true"], nodes=1, terms=SHORT, lease=str(tmp_path / "no-such-file")) as generation:
         assert generation.runners[0].wait(timeout=30) == 2
         assert generation.every_event(0) == []
+
+
+SLOW_SAVES = """
+import time
+import torch
+import everstep
+
+class Slow(torch.nn.Linear):
+    pause_s = 0.0
+
+    def state_dict(self, *arguments, **options):
+        pause_s, Slow.pause_s = Slow.pause_s, 0.0
+        time.sleep(pause_s)
+        return super().state_dict(*arguments, **options)
+
+model = Slow(1, 1)
+run = everstep.Run(total_steps=20, save_every=8)
+run.track(model=model, optimizer=None, scheduler=None, sampler=None)
+run.resume()
+for step in run.steps():
+    time.sleep(0.1)
+    Slow.pause_s = {8: 4 * STEP_LIMIT_S, 16: 600.0}.get(step, 0.0)
+"""
+
+
+def test_case_R43_save_of_four_times_the_limit_of_a_step_has_its_own_limit_and_the_record_names_it(
+    tmp_path: Path,
+) -> None:
+    step_limit_s, save_limit_s = 1.0, 8.0
+    script = tmp_path / "slow.py"
+    script.write_text(SLOW_SAVES.replace("STEP_LIMIT_S", str(step_limit_s)))
+    terms = {**TERMS, "step_s": step_limit_s, "save_s": save_limit_s, "evaluation_s": 2.0}
+    with Generation(tmp_path, [sys.executable, str(script)], nodes=1, terms=terms) as generation:
+        expired = generation.wait_event(0, "lease_expired", limit_s=120)
+        assert generation.runners[0].wait(timeout=10) == 76
+        assert (expired["limit_s"], expired["phase"]) == (save_limit_s, "save")
+        assert "8.0 s are allowed in phase save" in generation.events(0, "runner_ended")[0]["detail"]
+        told = [line for line in generation.log(0) if line["kind"] in ("phase", "step")]
+        saving = [line["at"] for line in told if line.get("phase") == "save"]
+        after = next(line for line in told if line.get("step") == 9)
+        assert after["at"] - saving[1] > 4 * step_limit_s, "the first long save was let through"
+        assert steps(generation, 0)[-1] == 16, "and the endless one was ended"

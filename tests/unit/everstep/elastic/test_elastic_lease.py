@@ -65,7 +65,23 @@ def test_progress_alone_and_contact_alone_prolong_it() -> None:
 
 def test_silence_beyond_the_limit_ends_it() -> None:
     assert verdict(held(100), slot(100), now_s=110) == held(100)
-    assert verdict(held(100), slot(100), now_s=110.5) == Expired(silent_ns=int(10.5 * NS), limit_ns=10 * NS)
+    assert verdict(held(100), slot(100), now_s=110.5) == Expired(int(10.5 * NS), 10 * NS, "step")
+
+
+def test_case_R43_save_is_judged_by_its_own_limit_and_it_is_named_whose_limit_ended_a_lease() -> None:
+    """A save of four times what a step may take; and what is said when it takes longer than a save may, too."""
+    terms = Terms(step_s=5.0, save_s=30.0, evaluation_s=60.0)
+    saving = slot(100, Phase.SAVE)
+    assert verdict(held(100), saving, now_s=120, terms=terms) == held(100, limit_s=30.0)
+    expired = verdict(held(100), saving, now_s=131, terms=terms)
+    assert str(expired).endswith("no progress for 31.0 s; 30.0 s are allowed in phase save")
+    late = verdict(held(100), slot(131, Phase.STEP), now_s=131, terms=terms)
+    assert str(late).endswith("10.0 s are allowed"), "a limit from earlier terms has no name any more"
+    late = verdict(held(100, limit_s=30.0), slot(131, Phase.STEP), now_s=131, terms=terms)
+    assert str(late).endswith("30.0 s are allowed in phase save"), "seen when the next step had begun"
+    both = Terms(save_s=30.0, evaluation_s=30.0)
+    assert "in phase save or evaluation" in str(verdict(held(100, 30.0), slot(131), now_s=131, terms=both))
+    assert str(verdict(held(100), saving, now_s=131, terms=both)).endswith("in phase save")
 
 
 @pytest.mark.parametrize("contact_s", [111.0, 150.0])

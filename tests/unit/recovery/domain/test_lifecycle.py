@@ -244,7 +244,7 @@ def test_one_rank_that_ends_first_is_no_end_and_no_fault() -> None:
     assert step_job(life(J.RUNNING, first), NOW) == WAITS
 
 
-def test_exit_code_0_before_the_last_step_is_no_success() -> None:
+def test_case_R41_exit_code_0_before_the_last_step_is_no_success() -> None:
     base = generation(1)
     early = replace(base, ranks=(exited(base.ranks[0], code=0), exited(base.ranks[1], code=0)))
     assert step_job(life(J.RUNNING, early), NOW) == WAITS

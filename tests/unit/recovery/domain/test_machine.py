@@ -551,7 +551,7 @@ def test_a_death_that_comes_with_the_last_proof_is_not_called_recovered() -> Non
     assert outcome.incident.state is S.STOPPING
 
 
-def test_exit_code_0_before_the_last_step_is_a_failure() -> None:
+def test_case_R41_exit_code_0_before_the_last_step_is_a_failure() -> None:
     early = trains()
     early = replace(early, ranks=(exited(early.ranks[0], code=0), early.ranks[1]))
     outcome = step(planned(S.VERIFYING), situation(OLD, early, verdict=verdict()), NOW)

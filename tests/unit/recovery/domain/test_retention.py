@@ -30,7 +30,7 @@ def test_the_newest_of_each_class_is_pinned_and_the_newest_of_all_needs_no_pin()
     assert choose_pins(trust, [generation(1)]) == (ref(1, 10), ref(1, 20), ref(1, 30), ref(1, 40))
 
 
-def test_the_last_good_copy_is_pinned_when_the_newest_ones_turn_out_bad() -> None:
+def test_case_R37_the_last_good_copy_is_pinned_when_the_newest_ones_turn_out_bad() -> None:
     trust = {
         ref(1, 10): Trust(integrity=Integrity.REHASHED, health=Health.CLEAN),
         ref(1, 20): Trust(integrity=Integrity.REHASHED, health=Health.TAINTED),
