@@ -1,0 +1,139 @@
+"""The faults of `make exactness`: drawn from a seed, fired at their moment, and shown to have hit it."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from everstep.save_requests import TERM_EXIT_CODE
+from exactness.live import DidNotHappen, Live
+from exactness.moments import Caught, Moment, SaveWatch, let_go
+
+_SAVE_LIMIT_S = 60.0
+_TERM_LIMIT_S = 30.0
+
+
+class Kind(StrEnum):
+    """What happens. A killed runner takes all its ranks and their writer along."""
+
+    RANK = "rank killed"
+    RUNNER = "runner killed"
+    SAVE = "kill in mid-save"
+    FLUSH = "kill in mid-flush"
+    TERM = "SIGTERM"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """Fires after `step`, or in a save that begins behind it; `late` is how far into the step, from 0 to 1."""
+
+    kind: Kind
+    step: int
+    late: float
+    victim: str
+    """`rank`, `runner` or `writer`."""
+    rank: int
+    moment: Moment | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fired:
+    """`step`: the last one that any rank had reported. `ends`: the generation is over."""
+
+    fault: Fault
+    step: int
+    words: str
+    ends: bool
+
+    def __str__(self) -> str:
+        return f"{self.fault.kind} at step {self.step} ({self.words})"
+
+
+def draw_faults(seed: str, *, count: int, ranks: int, steps: int, save_every: int) -> list[Fault]:
+    """`count` faults at random points, each kind once before one comes again, in the order of their steps.
+
+    The last point leaves a few saves, for those that wait for one.
+    """
+    draw = random.Random(seed)
+    kinds: list[Kind] = []
+    while len(kinds) < count:
+        kinds += draw.sample(list(Kind), len(Kind))
+    points = sorted(draw.sample(range(3, steps - 3 * save_every), count))
+    return [_draw_fault(draw, kind, step=step, ranks=ranks) for kind, step in zip(kinds, points, strict=False)]
+
+
+def _draw_fault(draw: random.Random, kind: Kind, *, step: int, ranks: int) -> Fault:
+    victims, moments = {
+        Kind.RANK: (["rank"], []),
+        Kind.RUNNER: (["runner"], []),
+        Kind.SAVE: (["rank", "runner", "writer"], [Moment.WRITING]),
+        Kind.FLUSH: (["rank", "runner"], [Moment.PUBLISHING, Moment.WAITING]),
+        Kind.TERM: (["rank"], []),
+    }[kind]
+    return Fault(
+        kind=kind,
+        step=step,
+        late=draw.random(),
+        victim=draw.choice(victims),
+        rank=draw.randrange(ranks),
+        moment=draw.choice(moments) if moments else None,
+    )
+
+
+def fire(fault: Fault, live: Live) -> Fired:
+    """Wait for the fault's moment, and let it happen. Raises `DidNotHappen` if the moment never came."""
+    live.wait_for_step(fault.step)
+    if fault.moment is not None:
+        return _fire_in_save(fault, live, fault.moment)
+    time.sleep(fault.late * live.step_time_s)
+    step = live.last_step()
+    if fault.kind is Kind.TERM:
+        return _terminate(fault, live)
+    who = _kill(fault, live)
+    return Fired(fault=fault, step=step, words=who, ends=True)
+
+
+def _fire_in_save(fault: Fault, live: Live, moment: Moment) -> Fired:
+    caught = _catch(live, moment)
+    step = live.last_step()
+    writers = live.writers()
+    try:
+        who = _kill(fault, live)
+    finally:
+        let_go(writers)  # those of them that still live: their ranks are gone, or will be
+    if (fault.victim != "rank" or live.starts_writer(fault.rank)) and live.is_complete(caught.step):
+        raise DidNotHappen(f"the save of step {caught.step} became complete, though its writer was killed in it")
+    words = f"{who}; save of step {caught.step}: {moment}"
+    return Fired(fault=fault, step=step, words=words, ends=fault.victim != "writer")
+
+
+def _catch(live: Live, moment: Moment) -> Caught:
+    deadline = time.monotonic() + _SAVE_LIMIT_S
+    with SaveWatch(live.save_directory(), world_size=live.world_size) as watch:
+        while time.monotonic() < deadline and not live.ended():
+            if caught := watch.catch(moment, live.writers(), limit_s=0.1):
+                return caught
+    raise DidNotHappen(f"no save was caught where {moment}")
+
+
+def _kill(fault: Fault, live: Live) -> str:
+    kill: dict[str, Callable[[int], str]] = {
+        "rank": live.kill_rank,
+        "runner": live.kill_runner_of,
+        "writer": live.kill_writer_of,
+    }
+    return kill[fault.victim](fault.rank)
+
+
+def _terminate(fault: Fault, live: Live) -> Fired:
+    told_at = live.last_step()
+    codes = live.terminate(fault.rank, limit_s=_TERM_LIMIT_S)
+    if set(codes.values()) != {TERM_EXIT_CODE}:
+        raise DidNotHappen(f"after SIGTERM to rank {fault.rank} the ranks ended with {codes}")
+    step = live.last_step()
+    if not live.is_complete(step):
+        raise DidNotHappen(f"after SIGTERM to rank {fault.rank} all ended at step {step}, and it is not saved")
+    return Fired(fault=fault, step=step, words=f"to rank {fault.rank} at step {told_at}", ends=True)

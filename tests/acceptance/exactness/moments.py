@@ -1,0 +1,154 @@
+"""Catches a save in the middle: stops the writers where the files say that it is there, and looks again.
+
+The kernel tells of each new file and each rename (inotify), so that nothing has to be slowed down. Whoever comes too
+late lets the writers go on and waits for the next save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from everstep.checkpoint.manifest import ASIDE, MANIFEST
+
+_IN_MOVED_TO, _IN_CREATE = 0x80, 0x100
+_STOPPED_WITHIN_S = 5.0
+
+
+class Moment(StrEnum):
+    """Where a save is. `WRITING`: no rank's part is on disk; `WAITING`: some are, and the leader waits for the others;
+    `PUBLISHING`: renamed, and without a manifest."""
+
+    WRITING = "a part is being written"
+    WAITING = "the leader waits for parts"
+    PUBLISHING = "renamed and without manifest"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Caught:
+    """A save that stands still."""
+
+    moment: Moment
+    step: int
+    path: Path
+
+
+class SaveWatch:
+    """Watches one generation's directory from now on; what lies there already is not looked at again."""
+
+    def __init__(self, directory: Path, *, world_size: int) -> None:
+        self._directory = directory
+        self._world_size = world_size
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._fd = self._libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._watch(directory)
+        self._old = set(os.listdir(directory))
+
+    def __enter__(self) -> SaveWatch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+
+    def _watch(self, directory: Path) -> None:
+        if self._libc.inotify_add_watch(self._fd, os.fsencode(directory), _IN_MOVED_TO | _IN_CREATE) < 0:
+            if not directory.exists():
+                return  # renamed meanwhile
+            raise OSError(ctypes.get_errno(), f"cannot watch {directory}")
+
+    def catch(self, wanted: Moment, writers: Sequence[int], *, limit_s: float) -> Caught | None:
+        """Wait for the next save and stop its writers at that moment; None if it was missed, or none came in time.
+
+        The writers of what was caught are stopped; kill them, or let them go on.
+        """
+        select.select([self._fd], [], [], limit_s)
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._fd, 65536)
+        found = self._look()
+        if found is None or found.moment is not wanted:
+            return None
+        try:
+            stop(writers)
+            sure = self._look()
+        except ProcessLookupError:
+            return None
+        if sure is not None and sure.moment is wanted and sure.step == found.step:
+            return sure
+        let_go(writers)
+        return None
+
+    def _look(self) -> Caught | None:
+        for name in sorted(os.listdir(self._directory)):
+            path = self._directory / name
+            if name in self._old:
+                continue
+            if name.startswith(f"{ASIDE}step-"):
+                self._watch(path)
+                try:
+                    files = os.listdir(path)
+                except FileNotFoundError:
+                    continue
+                done = sum(file.startswith("done-") and file.endswith(".json") for file in files)
+                step = int(name.removeprefix(f"{ASIDE}step-").split("-")[0])
+                if not done and any(file.startswith("shard-") for file in files):
+                    return Caught(moment=Moment.WRITING, step=step, path=path)
+                if 0 < done < self._world_size:
+                    return Caught(moment=Moment.WAITING, step=step, path=path)
+            elif name.startswith("step-"):
+                if not (path / MANIFEST).exists():
+                    return Caught(moment=Moment.PUBLISHING, step=int(name.removeprefix("step-")), path=path)
+                self._old.add(name)
+        return None
+
+
+def stop(pids: Sequence[int]) -> None:
+    """Stop processes, and wait until each of their threads stands. Raises `ProcessLookupError` where one is gone."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + _STOPPED_WITHIN_S
+    while any(state != "T" for pid in pids for state in _states(pid)):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"processes {pids} were told to stop {_STOPPED_WITHIN_S:.0f} s ago and still run")
+
+
+def let_go(pids: Sequence[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+def writers_of(ranks: Sequence[int]) -> dict[int, int]:
+    """The writer that each of these ranks (process ids) has started, where it has."""
+    found = {}
+    for rank in ranks:
+        for child in _children(rank):
+            with contextlib.suppress(OSError):
+                if b"everstep.checkpoint.writer_process" in Path(f"/proc/{child}/cmdline").read_bytes():
+                    found[rank] = child
+    return found
+
+
+def _children(pid: int) -> list[int]:
+    with contextlib.suppress(OSError):
+        return [
+            int(child)
+            for task in os.listdir(f"/proc/{pid}/task")
+            for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split()
+        ]
+    return []
+
+
+def _states(pid: int) -> list[str]:
+    states = []
+    for task in os.listdir(f"/proc/{pid}/task"):
+        with contextlib.suppress(OSError):
+            states.append(Path(f"/proc/{pid}/task/{task}/stat").read_text().rpartition(")")[2].split()[0])
+    return states
