@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 import time
@@ -26,14 +27,15 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=Scale(seed=0).steps)
     parser.add_argument("--faults", type=int, default=Scale(seed=0).faults)
-    parser.add_argument("--jobs", type=int, default=len(JOBS), help="only so many of the jobs, from the first on")
+    parser.add_argument("--only", default="", help="only the jobs with these words in their names, such as '4 ranks'")
     parser.add_argument("--bug", choices=["", *FORGETS], default="", help="what the script forgets after a resume")
     arguments = parser.parse_args()
     scale = Scale(seed=arguments.seed, steps=arguments.steps, faults=arguments.faults, forget=arguments.bug)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # leave nothing running
     started = time.monotonic()
     warm_up()
     results = []
-    for job in JOBS[: arguments.jobs]:
+    for job in [job for job in JOBS if arguments.only in str(job)]:
         with tempfile.TemporaryDirectory(prefix="exactness-", ignore_cleanup_errors=True) as folder:
             whole = run_uninterrupted(job, scale, Path(folder) / "uninterrupted")
             for tier in TIERS:

@@ -36,10 +36,10 @@ class Job:
 
 
 JOBS = [
-    Job(ranks=2, wrapping="ddp", workers=2),
-    Job(ranks=2, wrapping="fsdp2", nodes=2, by_runner=True),
+    Job(ranks=2, wrapping="ddp", by_runner=True),
+    Job(ranks=2, wrapping="fsdp2", nodes=2, workers=2),
     Job(ranks=4, wrapping="ddp", nodes=2),
-    Job(ranks=4, wrapping="fsdp2", workers=2),
+    Job(ranks=4, wrapping="fsdp2"),
 ]
 
 TIERS: dict[str, tuple[str, ...]] = {"disk": ()}
@@ -139,5 +139,9 @@ def _generation(
         nodes=job.nodes,
         ranks_per_node=job.ranks // job.nodes,
         parent=(parent.generation, parent.step) if parent else None,
-        environment={"PYTHONPATH": str(PROJECT), "TMPDIR": os.environ.get("TMPDIR", "/tmp")},
+        environment={
+            "PYTHONPATH": str(PROJECT),
+            "TMPDIR": os.environ.get("TMPDIR", "/tmp"),
+            "LOGLEVEL": "CRITICAL",  # torch elastic would tell of each rank that was killed
+        },
     )

@@ -6,6 +6,7 @@ launch file, its journal, its watch, its ending, and a death signal on each rank
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -73,6 +74,7 @@ class ForkedGeneration(Generation):
         code = 1
         try:
             os.setsid()
+            ctypes.CDLL(None).prctl(rank_entry.PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             worker_group.run_worker_group = _fork_ranks
             code = runner.main(["--directory", str(directory)])
         except BaseException:
