@@ -13,6 +13,8 @@ from pathlib import Path
 from everstep.checkpoint.manifest import CheckpointName
 from everstep.elastic.lease_files import LeasePaths
 
+MEMORY_DIRECTORY = "EVERSTEP_MEMORY_DIR"
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunContext:
@@ -24,6 +26,8 @@ class RunContext:
     rank: int
     local_rank: int
     checkpoint_directory: Path | None
+    memory_directory: Path | None
+    """Where this node's memory tier lies; the agent cleans it."""
     socket_path: str | None
     log_directory: Path | None
     run_directory: Path | None
@@ -45,6 +49,7 @@ class RunContext:
             rank=int(environment.get("RANK", "0")),
             local_rank=int(environment.get("LOCAL_RANK", "0")),
             checkpoint_directory=_path(environment.get("EVERSTEP_CHECKPOINT_DIR")),
+            memory_directory=_path(environment.get(MEMORY_DIRECTORY)),
             socket_path=environment.get("EVERSTEP_SOCKET") or None,
             log_directory=_path(environment.get("EVERSTEP_LOG_DIR")),
             run_directory=_path(environment.get("EVERSTEP_RUN_DIR")),

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +15,9 @@ import torch.distributed as dist
 from everstep.errors import UsageError
 
 Value = TypeVar("Value")
+
+_APART_LIMIT = timedelta(minutes=5)
+"""For one message between two ranks."""
 
 
 class Team:
@@ -32,6 +36,10 @@ class Team:
                     f"WORLD_SIZE is {expected}, but there is no process group. "
                     "Call torch.distributed.init_process_group before run.resume()."
                 )
+
+    def apart(self) -> dist.ProcessGroup | None:
+        """A group of its own for bytes between ranks, beside whatever else goes on; a collective. None if alone."""
+        return _gloo_group(timeout=_APART_LIMIT) if self.world_size > 1 else None
 
     @property
     def leads(self) -> bool:
@@ -62,8 +70,8 @@ class Team:
         return box[0]
 
 
-def _gloo_group() -> dist.ProcessGroup:
+def _gloo_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
     """Saving exchanges small host objects; over NCCL each of them would cross the GPU."""
-    group = dist.new_group(backend="gloo")
+    group = dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(group, dist.ProcessGroup)
     return group

@@ -21,7 +21,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,8 +30,18 @@ from typing import Any, Literal, Protocol, TypeVar
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from everstep.checkpoint import rng
-from everstep.checkpoint.manifest import CheckpointName, newest_checkpoint, newest_generation, record_lineage
+from everstep.checkpoint import memory, rng
+from everstep.checkpoint.manifest import (
+    MANIFEST,
+    CheckpointName,
+    newest_checkpoint,
+    newest_generation,
+    read_lineage,
+    record_lineage,
+)
+from everstep.checkpoint.memory import Held
+from everstep.checkpoint.memory_load import assemble, disband, look
+from everstep.checkpoint.memory_tier import MemorySettings
 from everstep.checkpoint.probe import StateProbes
 from everstep.checkpoint.reader import Loaded, read_checkpoint
 from everstep.checkpoint.retention import KEEP
@@ -41,6 +51,7 @@ from everstep.context import RunContext
 from everstep.data import SampleOrder, SampleSpan
 from everstep.elastic.lease import Phase
 from everstep.errors import BadDatagram, CheckpointDamaged, CheckpointMissing, EverstepError, UsageError
+from everstep.memory_interval import MemoryInterval
 from everstep.rank_lease import RankLease
 from everstep.rank_log import RankLog
 from everstep.ranks import Team
@@ -59,6 +70,8 @@ class Stateful(Protocol):
 
 
 Batch = TypeVar("Batch")
+
+MEMORY_PARTNER = "EVERSTEP_MEMORY_PARTNER"
 
 _NOT_SAID: Any = object()
 
@@ -85,6 +98,17 @@ class StepNumbers:
     """What is told only where it is known, by its name in the datagram."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Start:
+    """What a generation begins with. in_memory: the token of the parent's snapshot in memory, if it is whole there."""
+
+    parent: CheckpointName | None
+    generation: int
+    token: str
+    in_memory: str | None
+    on_disk: bool
+
+
 class Run:
     """One rank's view of a training run of `total_steps` optimizer steps, saved each `save_every` of them.
 
@@ -96,6 +120,10 @@ class Run:
     save_every: steps between saves, or "auto": what costs least by the measured time of saves and steps and by how
     often machines fail (`save_interval.py`). A server's word (EVERSTEP_SAVE_EVERY) overrides it.
     keep: complete checkpoints to keep, beside those that the server has pinned.
+    memory_every: steps between snapshots that stay in the node's memory and outlive its ranks, so that a rank's death
+    costs no more; "auto" keeps one as often as that holds training up for less than 1 % (`memory_interval.py`). A
+    server's word (EVERSTEP_MEMORY_EVERY) overrides it. None keeps none; the disk remains the base in any case.
+    memory_partner: keep each node's snapshots on another node as well, so that a node's death costs no more either.
 
     SIGTERM, an operator or a notice of maintenance gives one save at a step that all ranks agree on, within about a
     second; after SIGTERM to any rank, all end with exit code 143 once it is saved, or when 25 s are over.
@@ -115,16 +143,27 @@ class Run:
         deterministic: bool | None = None,
         keep: int = KEEP,
         when_busy: WhenBusy = "wait",
+        memory_every: int | Literal["auto"] | None = None,
+        memory_partner: bool = False,
     ) -> None:
         if total_steps < 1 or keep < 1:
             raise UsageError(f"Run(total_steps={total_steps}, keep={keep}): each must be at least 1.")
         self.total_steps = total_steps
         self._interval = SaveInterval(save_every, nodes=int(os.environ.get("GROUP_WORLD_SIZE", "1")))
+        self._memory_interval = MemoryInterval(memory_every)
+        self._memory_partner = memory_partner or os.environ.get(MEMORY_PARTNER) == "1"
         self.seed = seed
         self.keep = keep
         self._deterministic = deterministic
         self._context = RunContext.from_environment()
         self.checkpoint_directory = self._context.checkpoint_directory or Path(checkpoint_directory)
+        self._memory_root = self._context.memory_directory or memory.default_root(
+            self._context.job, self.checkpoint_directory
+        )
+        self._memory_kept: tuple[CheckpointName, str] | None = None
+        self._token = ""
+        self._on_disk = False
+        self._tier: Literal["disk", "memory"] = "disk"
         self._requests = SaveRequests(self._context.run_directory)
         self.rank = self._context.rank
         self.generation = self._context.generation or 0
@@ -145,7 +184,7 @@ class Run:
         self._probes = StateProbes()
         self._numbers: StepNumbers | None = None
         self._split = StepSplit()
-        self._memory = MemoryGauge()
+        self._gauge = MemoryGauge()
         self._log = RankLog(self._context.log_directory, rank=self.rank, generation=self.generation)
         self._log.write("start", ppid=os.getppid(), cmd=sys.orig_argv)
         if self._context.beats:
@@ -229,12 +268,12 @@ class Run:
         self._team = team = Team()
         self.rank = team.rank
         self._warn_of_what_is_left_out()
-        self._parent, self.generation = self._choose_parent(team)
-        self._log.generation = self._telemetry.generation = self.generation
+        seen = look(team, self._memory_root)
+        self._choose_parent(team, seen)
         if self._parent is not None:
-            self._loaded = self._load(team, self._parent)
+            self._loaded = self._load_best(team, seen, self._parent)
             self._done = self._parent.step
-            self._saved_step = self._done
+            self._saved_step = None if self._tier == "memory" else self._done
         return self._done
 
     def steps(self) -> Iterator[int]:
@@ -366,35 +405,76 @@ class Run:
 
     # --- Resuming -------------------------------------------------------------------------------------------------
 
-    def _choose_parent(self, team: Team) -> tuple[CheckpointName | None, int]:
+    def _choose_parent(self, team: Team, seen: Sequence[Sequence[Held]]) -> None:
         """Rank 0 looks and decides, so that ranks cannot disagree about a directory that changes."""
-        choice: tuple[CheckpointName | None, int, str] = (None, 0, "")
+        choice: tuple[_Start | None, str] = (None, "")
         if team.leads:
             try:
-                choice = (*self._look_for_parent(), "")
+                choice = (self._look_for_parent(seen), "")
             except OSError as err:
-                choice = (None, 0, f"{type(err).__name__}: {err}")
-        parent, generation, problem = team.broadcast(choice)
-        if problem:
+                choice = (None, f"{type(err).__name__}: {err}")
+        start, problem = team.broadcast(choice)
+        if start is None:
             raise UsageError(f"Cannot use checkpoint directory {self.checkpoint_directory}: {problem}.")
-        return parent, generation
+        self._parent, self.generation, self._token = start.parent, start.generation, start.token
+        self._memory_kept = None if start.in_memory is None or start.parent is None else (start.parent, start.in_memory)
+        self._on_disk = start.on_disk
+        self._log.generation = self._telemetry.generation = self.generation
 
-    def _look_for_parent(self) -> tuple[CheckpointName | None, int]:
+    def _look_for_parent(self, seen: Sequence[Sequence[Held]]) -> _Start:
+        """`seen`: what of each node's memory may be used."""
         root = self.checkpoint_directory
+        in_memory = {
+            name: token
+            for name, token in memory.whole_snapshots(held for one in seen for held in one).items()
+            if (lineage := read_lineage(root, name.generation)) is not None and lineage.token == token
+        }
         if self._context.generation is not None:
             parent, generation = self._context.parent, self._context.generation
         else:
-            newest = None if self._context.parent else newest_checkpoint(root)
-            parent = newest.name if newest else self._context.parent
-            generation = newest_generation(root) + 1
-        record_lineage(root, generation, parent=parent)
-        return parent, generation
+            parent = self._context.parent or newest_checkpoint(root, in_memory=in_memory)
+            generation = self.generation or newest_generation(root) + 1
+        return _Start(
+            parent=parent,
+            generation=generation,
+            token=record_lineage(root, generation, parent=parent).token,
+            in_memory=None if parent is None else in_memory.get(parent),
+            on_disk=parent is not None and (parent.directory(root) / MANIFEST).exists(),
+        )
 
-    def _load(self, team: Team, name: CheckpointName) -> Loaded:
+    def _load_best(self, team: Team, seen: Sequence[Sequence[Held]], name: CheckpointName) -> Loaded:
+        """From memory where it is there, else, or where that is not whole, from disk; another step only if alone."""
+        if self._memory_kept is None:
+            return self._load(team, name, name.directory(self.checkpoint_directory))
+        try:
+            try:
+                directory = assemble(
+                    team, seen, self._memory_root, name=name, token=self._memory_kept[1], tracked=self._tracked
+                )
+                loaded = self._load(team, name, directory)
+            finally:
+                disband(self._memory_root)
+            self._tier = "memory"
+            return loaded
+        except (CheckpointDamaged, CheckpointMissing) as err:
+            if not self._on_disk and self._context.parent is not None:
+                raise
+            if not self._on_disk:
+                self._choose_parent(team, ())
+            self._memory_kept = None
+            if self._parent is None:
+                raise type(err)(
+                    f"{err} There is no checkpoint on disk to go on from; to train from the beginning, remove "
+                    f"{self._memory_root} and {self.checkpoint_directory}."
+                ) from err
+            self._warn(f"The snapshot {name} in memory cannot be used: {err} Going on from {self._parent} on disk.")
+        return self._load(team, self._parent, self._parent.directory(self.checkpoint_directory))
+
+    def _load(self, team: Team, name: CheckpointName, directory: Path) -> Loaded:
         error: EverstepError | None = None
         try:
             loaded = read_checkpoint(
-                name.directory(self.checkpoint_directory),
+                directory,
                 rank=team.rank,
                 world_size=team.world_size,
                 tracked=self._tracked,
@@ -445,11 +525,13 @@ class Run:
             total_steps=self.total_steps,
             parent_generation=self._parent.generation if self._parent else None,
             parent_step=self._parent.step if self._parent else None,
+            tier=self._tier,
             saved_digest=saved,
             live_digest=live,
             deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
         )
         self._interval.begin(self._done)
+        self._memory_interval.begin(self._done)
         self._requests.begin(self._team, step=self._done)
         self._saver = Saver(
             SaveSettings(
@@ -459,11 +541,23 @@ class Run:
                 parent=self._parent,
                 keep=self.keep,
                 when_busy=self._when_busy,
+                memory=None if self._memory_interval.steps is None else self._memory_settings(),
             ),
             self._team,
         )
         if self._parent is None:
             self._save()
+
+    def _memory_settings(self) -> MemorySettings:
+        return MemorySettings(
+            root=self._memory_root,
+            token=self._token,
+            job=self._context.job,
+            total_steps=self.total_steps,
+            parent=self._parent,
+            partner=self._memory_partner,
+            keep=self._memory_kept,
+        )
 
     def _finish_step(self, step_time_s: float) -> None:
         numbers = self._numbers or StepNumbers()
@@ -489,16 +583,18 @@ class Run:
             step_time_s=step_time_s,
             **numbers.optional,
             **self._split.take(step_time_s),
-            **self._memory.read(time.monotonic()),
+            **self._gauge.read(time.monotonic()),
             probe=self._probes.after_step(self._tracked),
         )
         if self._phase != before:
             self._tell("phase", phase=self._phase.word)
         self._interval.made(step_time_s)
+        self._memory_interval.made(step_time_s)
         self._hear_of_saves()
         asked = self._requests.due(self._done)
-        if asked or self._interval.due(self._done):
-            self._save()
+        to_disk, to_memory = asked or self._interval.due(self._done), self._memory_interval.due(self._done)
+        if to_disk or to_memory:
+            self._save(to_disk=to_disk, to_memory=to_memory)
         if self._requests.all_end:
             self._save_for_good()
         self._requests.leave_if_told()
@@ -506,20 +602,33 @@ class Run:
     def _finish(self) -> None:
         self._save_for_good()
         self._check_lease()
+        assert self._team is not None
+        if self._team.broadcast(self._saved_step == self._done):
+            memory.forget(self._memory_root)  # the disk has the end
         self._tell("finished", step=self._done)
 
-    def _save(self) -> None:
+    def _save(self, *, to_disk: bool = True, to_memory: bool = False) -> None:
         """Begin to save, all ranks together. A failure is told and survived: the next save tries again."""
         assert self._team is not None and self._saver is not None
         started = time.monotonic()
         with self._during(Phase.SAVE), self._split.saving():
             self._hear_of_saves()
-            begun = self._saver.save(CheckpointName(generation=self.generation, step=self._done), self._tracked)
+            name = CheckpointName(generation=self.generation, step=self._done)
+            begun = self._saver.save(name, self._tracked, to_disk=to_disk, to_memory=to_memory)
             self._probes.begin(self._tracked)
-        self._blocked_s = time.monotonic() - started
+        blocked_s = time.monotonic() - started
+        if to_disk:
+            self._blocked_s = blocked_s
         self._hear_of_saves()
-        if begun:
-            self._interval.saved(self._done, blocked_s=self._blocked_s)
+        if begun and to_disk:
+            self._interval.saved(self._done, blocked_s=blocked_s)
+        if to_memory:
+            self._memory_interval.kept(self._done, blocked_s=blocked_s)
+            if not self._saver.keeps_in_memory:
+                self._memory_interval.stop()
+        if self._memory_interval.measures:
+            steps = self._memory_interval.best_steps() if self._team.leads else 0
+            self._memory_interval.steps = self._team.greatest(steps)[0]
         if self._interval.measures:
             self._interval.steps = self._team.greatest(self._interval.best_steps() if self._team.leads else 0)[0]
 
@@ -574,6 +683,18 @@ class Run:
             case "skipped":
                 self._tell("save_skipped", step=name.step, reason=news.problem)
                 self._warn(f"Checkpoint {name} was skipped: {news.problem}. Save less often, or to faster storage.")
+            case "kept":
+                self._memory_interval.written(news.save_time_s)
+                self._tell(
+                    "kept",
+                    step=name.step,
+                    copied=news.note == "copied",
+                    size_bytes=news.size_bytes,
+                    save_time_s=news.save_time_s,
+                )
+            case "not_kept":
+                self._tell("not_kept", step=name.step, reason=news.problem)
+                self._warn(f"Snapshot {name} was not kept in memory: {news.problem}. Saves to disk go on as before.")
             case "rehashed":
                 self._tell("rehashed", step=name.step, ok=not news.problem, reason=news.problem)
                 if news.problem:

@@ -15,7 +15,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable
+import secrets
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -170,10 +171,17 @@ def complete_checkpoints(root: Path) -> list[Manifest]:
     return sorted(found, key=lambda manifest: manifest.name)
 
 
-def line_of(head_generation: int, manifests: Iterable[Manifest], *, parent: CheckpointName | None) -> list[Manifest]:
+def line_of(
+    head_generation: int,
+    manifests: Iterable[Manifest],
+    *,
+    parent: CheckpointName | None,
+    recorded: Mapping[int, CheckpointName | None] = {},
+) -> list[Manifest]:
     """The checkpoints that training which is now in `head_generation` really went through, oldest first.
 
-    `parent` is what that generation resumed from. A generation contributes its checkpoints up to the one that the next
+    `parent` is what that generation resumed from; `recorded` is what others did, of which no checkpoint may be left:
+    they may have kept theirs in memory alone. A generation contributes its checkpoints up to the one that the next
     generation resumed from; later ones, and whole generations that nobody resumed from, are off the line.
     """
     by_generation: dict[int, list[Manifest]] = {}
@@ -185,37 +193,61 @@ def line_of(head_generation: int, manifests: Iterable[Manifest], *, parent: Chec
         generation, last_step = parent.generation, parent.step
         members = [m for m in by_generation.get(generation, []) if m.name.step <= last_step]
         line += members
-        parent = members[-1].parent if members else None
+        parent = members[-1].parent if members else recorded.get(generation)
     return sorted(line, key=lambda manifest: manifest.name)
 
 
-def record_lineage(root: Path, generation: int, *, parent: CheckpointName | None) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Lineage:
+    """What a generation resumed from. The token is drawn at its start, and tells it from another of the same number."""
+
+    parent: CheckpointName | None
+    token: str
+
+
+def record_lineage(root: Path, generation: int, *, parent: CheckpointName | None) -> Lineage:
     """Note what a generation resumed from before it has saved anything, so that its line is known from the start."""
+    lineage = Lineage(parent=parent, token=secrets.token_hex(4))
     directory = root / f"generation-{generation:05d}"
     directory.mkdir(parents=True, exist_ok=True)
     aside = directory / (LINEAGE + ".tmp")
-    aside.write_text(json.dumps({"parent": asdict(parent) if parent else None}))
+    aside.write_text(json.dumps({"parent": asdict(parent) if parent else None, "token": lineage.token}))
     aside.rename(directory / LINEAGE)
+    return lineage
 
 
-def newest_checkpoint(root: Path) -> Manifest | None:
+def read_lineage(root: Path, generation: int) -> Lineage | None:
+    """What `record_lineage` noted; None where it noted nothing that can be read."""
+    try:
+        said = json.loads((root / f"generation-{generation:05d}" / LINEAGE).read_bytes())
+        parent = CheckpointName(**said["parent"]) if said["parent"] else None
+        return Lineage(parent=parent, token=str(said.get("token", "")))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def newest_checkpoint(root: Path, *, in_memory: Iterable[CheckpointName] = ()) -> CheckpointName | None:
     """Where a run without a plan goes on: the newest checkpoint on the line of the newest generation.
 
-    A generation that saved nothing goes on from its own parent, not from what another one wrote meanwhile.
+    A generation that saved nothing goes on from its own parent, not from what another one wrote meanwhile, and where
+    that parent was in memory and is gone, from what is older. `in_memory` are whole snapshots there.
     """
-    complete = {manifest.name: manifest for manifest in complete_checkpoints(root)}
+    there = {manifest.name for manifest in complete_checkpoints(root)} | set(in_memory)
+    before: CheckpointName | None = None
     for generation in range(newest_generation(root), 0, -1):
-        own = [name for name in complete if name.generation == generation]
-        if own:
-            return complete[max(own)]
-        try:
-            parent = json.loads((root / f"generation-{generation:05d}" / LINEAGE).read_bytes())["parent"]
-        except (OSError, ValueError, KeyError, TypeError):
+        if before is not None and generation > before.generation:
             continue
-        if parent is None:
+        own = [name for name in there if name.generation == generation and (before is None or name <= before)]
+        if own:
+            return max(own)
+        lineage = read_lineage(root, generation)
+        if lineage is None:
+            continue
+        if lineage.parent is None:
             return None
-        if (name := CheckpointName(**parent)) in complete:
-            return complete[name]
+        if lineage.parent in there:
+            return lineage.parent
+        before = lineage.parent
     return None
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from everstep.checkpoint.manifest import Manifest, read_manifest
 from everstep.checkpoint.snapshot import RNG, Snapshot, unwrap
-from everstep.checkpoint.storage import ShardReader, dtype_of
+from everstep.checkpoint.storage import Block, BlockFinder, ShardReader, dtype_of
 from everstep.checkpoint.tree import Structure, flatten, tensor_entries, unflatten
 from everstep.checkpoint.verify import check_sizes, read_rank_file
 from everstep.errors import CheckpointDamaged, UsageError
@@ -42,6 +42,46 @@ def read_checkpoint(directory: Path, *, rank: int, world_size: int, tracked: Map
     Raises `CheckpointMissing` where there is no complete checkpoint, `CheckpointDamaged` where its files are not what
     its manifest says, `UsageError` where a sharded tensor has no sharded counterpart among what is tracked.
     """
+    wanted = _look_up(directory, rank=rank, world_size=world_size, tracked=tracked)
+    reader = ShardReader(directory, wanted.manifest, wanted.described)
+    _load(wanted.by_key, reader, directory)
+    states = {part: unflatten(structure, wanted.tensors) for part, structure in wanted.parts.items()}
+    known = {
+        path: digest
+        for path, tensor in wanted.tensors.items()
+        if not isinstance(tensor, DTensor)
+        and (digest := reader.hashes.get((wanted.key(path), (0,) * tensor.dim(), tuple(tensor.shape))))
+    }
+    return Loaded(manifest=wanted.manifest, states=states, digests=Snapshot.of(states).digests(known))
+
+
+def needed_blocks(directory: Path, *, rank: int, world_size: int, tracked: Mapping[str, Any]) -> list[Block]:
+    """What `read_checkpoint` would read of the shards, in order. Raises what it raises, and reads no shard."""
+    wanted = _look_up(directory, rank=rank, world_size=world_size, tracked=tracked)
+    finder = BlockFinder(directory, wanted.manifest, wanted.described)
+    _load(wanted.by_key, finder, directory)
+    return sorted(finder.blocks, key=lambda block: (block.rank, block.at))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Wanted:
+    """What one rank loads: structures by part, and by path fresh tensors to load into."""
+
+    manifest: Manifest
+    described: list[dict[str, Any]]
+    own_keys: dict[str, str]
+    parts: dict[str, Structure]
+    tensors: dict[str, torch.Tensor]
+
+    def key(self, path: str) -> str:
+        return self.own_keys.get(path, path)
+
+    @property
+    def by_key(self) -> dict[str, torch.Tensor]:
+        return {self.key(path): tensor for path, tensor in self.tensors.items()}
+
+
+def _look_up(directory: Path, *, rank: int, world_size: int, tracked: Mapping[str, Any]) -> _Wanted:
     manifest = read_manifest(directory)
     check_sizes(directory, manifest)
     described = [read_rank_file(directory, manifest, source) for source in range(manifest.world_size)]
@@ -53,22 +93,13 @@ def read_checkpoint(directory: Path, *, rank: int, world_size: int, tracked: Map
     }
     if world_size != manifest.world_size:
         parts.pop(RNG, None)
-    reader = ShardReader(directory, manifest, described)
     places = _places(tracked)
     tensors = {
         entry["path"]: _empty(entry, places.get(entry["path"], _place_of_moment(entry["path"], tracked)))
         for structure in parts.values()
         for entry in tensor_entries(structure)
     }
-    _load({own_keys.get(path, path): tensor for path, tensor in tensors.items()}, reader, directory)
-    states = {part: unflatten(structure, tensors) for part, structure in parts.items()}
-    known = {
-        path: digest
-        for path, tensor in tensors.items()
-        if not isinstance(tensor, DTensor)
-        and (digest := reader.hashes.get((own_keys.get(path, path), (0,) * tensor.dim(), tuple(tensor.shape))))
-    }
-    return Loaded(manifest=manifest, states=states, digests=Snapshot.of(states).digests(known))
+    return _Wanted(manifest=manifest, described=described, own_keys=own_keys, parts=parts, tensors=tensors)
 
 
 def _places(tracked: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -6,10 +6,18 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
-from everstep.checkpoint.manifest import ASIDE, MANIFEST, CheckpointName, Manifest, complete_checkpoints, line_of
+from everstep.checkpoint.manifest import (
+    ASIDE,
+    MANIFEST,
+    CheckpointName,
+    Manifest,
+    complete_checkpoints,
+    line_of,
+    read_lineage,
+)
 from everstep.errors import CheckpointMissing
 
 KEEP = 10
@@ -24,6 +32,7 @@ def choose_expired(
     parent: CheckpointName | None,
     keep: int = KEEP,
     pinned: Collection[CheckpointName] = (),
+    recorded: Mapping[int, CheckpointName | None] = {},
 ) -> list[CheckpointName]:
     """Names of the checkpoints to remove, oldest first.
 
@@ -33,7 +42,7 @@ def choose_expired(
     Generations newer than this one are not ours to judge.
     """
     manifests = [m for m in manifests if m.name.generation <= generation]
-    line = [m.name for m in line_of(generation, manifests, parent=parent)]
+    line = [m.name for m in line_of(generation, manifests, parent=parent, recorded=recorded)]
     off_line = sorted(m.name for m in manifests if m.name not in set(line))
     ranked = [*off_line, *line]
     return [name for name in ranked[: max(0, len(ranked) - keep)] if name != parent and name not in pinned]
@@ -43,7 +52,13 @@ def remove_expired(root: Path, *, generation: int, parent: CheckpointName | None
     """Remove what `choose_expired` names, and what killed saves left behind. Raises OSError."""
     pinned = pinned_by_server(os.environ.get("EVERSTEP_RUN_DIR"))
     complete = complete_checkpoints(root)
-    for name in choose_expired(complete, generation=generation, parent=parent, keep=keep, pinned=pinned):
+    recorded = {
+        number: lineage.parent for number in range(1, generation) if (lineage := read_lineage(root, number)) is not None
+    }
+    expired = choose_expired(
+        complete, generation=generation, parent=parent, keep=keep, pinned=pinned, recorded=recorded
+    )
+    for name in expired:
         directory = name.directory(root)
         (directory / MANIFEST).unlink(missing_ok=True)  # first, so that a half removed one does not count
         shutil.rmtree(directory, ignore_errors=True)

@@ -20,6 +20,7 @@ import torch
 from everstep.checkpoint.arena import Arena
 from everstep.checkpoint.layout import Layout, plan_layout, signature
 from everstep.checkpoint.manifest import ASIDE, CheckpointName
+from everstep.checkpoint.memory_tier import MemorySettings, MemoryTier
 from everstep.checkpoint.replicas import Replicas, synchronized_paths
 from everstep.checkpoint.snapshot import Snapshot, take
 from everstep.checkpoint.tree import structure_digest
@@ -47,9 +48,12 @@ _UNHASHED = _Unhashed()
 
 @dataclass(frozen=True, kw_only=True)
 class News:
-    """What became of a save. `problem` is "" where all went well; sizes in bytes, times in seconds."""
+    """What became of a save. `problem` is "" where all went well; sizes in bytes, times in seconds.
 
-    kind: Literal["saved", "failed", "skipped", "rehashed"]
+    kept: this rank's part of a snapshot is in memory. not_kept: it is not, or not copied; `save_time_s` is 0 then.
+    """
+
+    kind: Literal["saved", "failed", "skipped", "rehashed", "kept", "not_kept"]
     name: CheckpointName
     problem: str = ""
     size_bytes: int = 0
@@ -73,6 +77,7 @@ class SaveSettings:
     when_busy: WhenBusy = "wait"
     wait_limit_s: float = 30.0
     bytes_per_s: float | None = None
+    memory: MemorySettings | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +90,8 @@ class _Statement:
     planned: bool
     checksums: dict[str, tuple[int, ...]]
     structures: dict[str, str]
+    memory_busy: bool
+    memory_complete: CheckpointName | None
 
 
 class Saver:
@@ -101,27 +108,50 @@ class Saver:
         self._planned_for: tuple[str, frozenset[str]] | None = None
         self._part_of: CheckpointName | None = None
         """The save whose part of this rank is being written: its memory is in use."""
+        self._memory_part_of: CheckpointName | None = None
+        """The same for the snapshot in memory."""
         self._publishing: CheckpointName | None = None
+        self._memory = None if settings.memory is None else MemoryTier(settings.memory, team)
+        self._memory_measured = False
+        self._arena_touched = False
         self._lost: CheckpointName | None = None
         self._listening = False
         self._news: list[News] = []
 
     @property
     def busy(self) -> bool:
-        """Whether a save is under way, as far as this rank knows."""
-        return self._part_of is not None or self._publishing is not None
+        """Whether a save to disk is under way, or one to memory reads what was copied, as far as this rank knows."""
+        return self._copy_in_use or self._publishing is not None
+
+    @property
+    def _copy_in_use(self) -> bool:
+        return self._part_of is not None or self._memory_part_of is not None
+
+    @property
+    def _memory_busy(self) -> bool:
+        return self._memory is not None and self._memory.busy
+
+    @property
+    def keeps_in_memory(self) -> bool:
+        """Whether snapshots may be kept in memory; the same on all ranks."""
+        return self._memory is not None and not self._memory.refusal
 
     # --- Saving, all ranks together -------------------------------------------------------------------------------
 
-    def save(self, name: CheckpointName, tracked: Mapping[str, Any]) -> bool:
+    def save(
+        self, name: CheckpointName, tracked: Mapping[str, Any], *, to_disk: bool = True, to_memory: bool = False
+    ) -> bool:
         """Copy the state and leave the rest to the writer; False where nothing was begun, and `news` says why.
 
-        A collective. Never raises for what storage or a state does: training goes on.
+        A collective. Never raises for what storage or a state does: training goes on. A snapshot in memory waits for
+        nothing: it is skipped while an earlier save needs the copy.
         """
         snapshot, problem = _attempt(lambda: take(tracked))
-        statements = self._until_free(name, snapshot, problem)
+        to_memory = to_memory and self.keeps_in_memory
+        statements = self._until_free(name, snapshot, problem, to_disk=to_disk)
         if statements is None:
             return False
+        to_memory = to_memory and self._agree_on_memory(name, statements)
         problems = [f"rank {rank}: {said.problem}" for rank, said in enumerate(statements) if said.problem]
         if problems or snapshot is None:
             return self._refuse(name, problems)
@@ -151,15 +181,42 @@ class Saver:
             if problems:
                 return self._refuse(name, problems)
             self._planned_for = self._plan_key(snapshot)
-        self._hand_over(name, tensors, described, aside=Path(statements[0].aside))
-        return True
+        to_memory = to_memory and self._has_room(name, described)
+        if to_disk or to_memory:
+            aside = Path(statements[0].aside) if to_disk else None
+            self._hand_over(name, tensors, described, aside=aside, to_memory=to_memory)
+        return to_disk or to_memory
 
-    def _until_free(self, name: CheckpointName, snapshot: Snapshot | None, problem: str) -> list[_Statement] | None:
-        """What every rank says once none is busy with an earlier save; None where this one is skipped."""
-        limit_s = self._settings.wait_limit_s if self._settings.when_busy == "wait" else 0.0
-        busy = self._await_free(limit_s)
+    def _agree_on_memory(self, name: CheckpointName, statements: list[_Statement]) -> bool:
+        """Whether all ranks are done with the snapshot before. A collective only in that all come to the same."""
+        assert self._memory is not None
+        self._memory.agree([said.memory_complete for said in statements])
+        busy = [rank for rank, said in enumerate(statements) if said.memory_busy]
         if busy:
-            self._tell("skipped", name, f"the save before it is still being written (ranks {busy[:8]})")
+            self._tell("not_kept", name, f"the snapshot before it is still being copied (ranks {busy[:8]})")
+        return not busy
+
+    def _has_room(self, name: CheckpointName, described: Mapping[str, Any]) -> bool:
+        """Asked once for each layout; a collective then."""
+        assert self._memory is not None and self._layout is not None
+        if not self._memory_measured:
+            self._memory_measured = True
+            untouched = 0 if self._arena_touched or self._arena is None else self._arena.size_bytes
+            part_bytes = self._layout.size_bytes + 2 * len(_text(self._layout, described))
+            self._memory.room(part_bytes=part_bytes, untouched_bytes=untouched)
+            if self._memory.refusal:
+                self._tell("not_kept", name, f"no snapshots are kept from here on: {self._memory.refusal}")
+        return not self._memory.refusal
+
+    def _until_free(
+        self, name: CheckpointName, snapshot: Snapshot | None, problem: str, *, to_disk: bool
+    ) -> list[_Statement] | None:
+        """What every rank says once none is busy with an earlier save; None where this one is skipped."""
+        limit_s = self._settings.wait_limit_s if self._settings.when_busy == "wait" and to_disk else 0.0
+        busy = self._await_free(limit_s, copy_only=not to_disk)
+        if busy:
+            kind: Literal["skipped", "not_kept"] = "skipped" if to_disk else "not_kept"
+            self._tell(kind, name, f"the save before it is still being written (ranks {busy[:8]})")
             return None
         directory = name.directory(self._settings.root)
         compares = snapshot is not None and self._team.world_size > 1
@@ -172,20 +229,26 @@ class Saver:
             structures={part: structure_digest(value, _UNHASHED) for part, value in snapshot.structures.items()}
             if compares and snapshot
             else {},
+            memory_busy=self._memory_busy,
+            memory_complete=None if self._memory is None else self._memory.complete,
         )
         return self._team.gather(mine)
 
-    def _await_free(self, limit_s: float) -> list[int]:
-        """Wait until no rank has a save under way; returns the ranks that still have. A collective."""
+    def _await_free(self, limit_s: float, *, copy_only: bool = False, with_memory: bool = False) -> list[int]:
+        """Wait until no rank has a save under way; returns the ranks that still have. A collective.
+
+        copy_only: it is enough that the copy is free. with_memory: wait for copies of snapshots on other nodes as well.
+        """
         deadline = time.monotonic() + limit_s
         while True:
             self._listen(0)
-            said = self._team.gather((self.busy, self._lost, time.monotonic() > deadline))
+            busy = self._copy_in_use if copy_only else self.busy or (with_memory and self._memory_busy)
+            said = self._team.gather((busy, self._lost, time.monotonic() > deadline))
             if self._publishing is not None and any(lost == self._publishing for _, lost, _ in said):
                 self._send({"op": "abandon"})
-            busy = [rank for rank, (is_busy, _, _) in enumerate(said) if is_busy]
-            if not busy or said[0][2]:
-                return busy
+            ranks = [rank for rank, (is_busy, _, _) in enumerate(said) if is_busy]
+            if not ranks or said[0][2]:
+                return ranks
             self._listen(_LOOK_EVERY_S)
 
     def _connect(self) -> list[str]:
@@ -202,6 +265,7 @@ class Saver:
         return signature(snapshot.tensors), self._replicas.differing
 
     def _plan(self, tensors: Mapping[str, torch.Tensor], described: Mapping[str, Any]) -> list[str]:
+        self._memory_measured = False
         layout, problem = _attempt(lambda: plan_layout(tensors, self._team))
         if layout is not None:
             self._layout = layout
@@ -214,7 +278,7 @@ class Saver:
         if self._arena is not None:
             self._arena.close()
             self._arena = None
-        self._arena = Arena(size_bytes)
+        self._arena, self._arena_touched = Arena(size_bytes), False
         self._lend_arena()
 
     def _lend_arena(self) -> None:
@@ -222,7 +286,13 @@ class Saver:
         self._send({"op": "arena", "size_bytes": self._arena.size_bytes}, fd=self._arena.fd)
 
     def _hand_over(
-        self, name: CheckpointName, tensors: Mapping[str, torch.Tensor], described: Mapping[str, Any], *, aside: Path
+        self,
+        name: CheckpointName,
+        tensors: Mapping[str, torch.Tensor],
+        described: Mapping[str, Any],
+        *,
+        aside: Path | None,
+        to_memory: bool,
     ) -> None:
         """The copy, and word to the writer. What fails here fails on this rank alone: its part is lost."""
         layout, settings = self._layout, self._settings
@@ -234,20 +304,29 @@ class Saver:
             assert self._arena is not None
             layout.copy(tensors, self._arena.view)
             self._arena.write(layout.size_bytes, text)
+            self._arena_touched = True
             return len(text)
 
         described_bytes, problem = _attempt(copy)
-        self._lost = None
-        self._publishing = name if self._team.leads else None
+        memory = self._memory.order(name) if self._memory is not None and to_memory else None
+        if aside is not None:
+            self._lost = None
+            self._publishing = name if self._team.leads else None
         if described_bytes is None or self._writer is None:
-            self._lose(name, problem or "its writer is gone")
+            problem = problem or "its writer is gone"
+            if memory is not None:
+                self._lose_memory(name, problem)
+            if aside is not None:
+                self._lose(name, problem)
             return
-        self._part_of = name
+        self._part_of = name if aside is not None else None
+        self._memory_part_of = name if memory is not None else None
         sent = self._send(
             {
                 "op": "save",
                 "name": asdict(name),
-                "aside": str(aside),
+                "aside": None if aside is None else str(aside),
+                "memory": memory,
                 "limit_s": _PUBLISH_LIMIT_S,
                 "pauses_s": _RETRY_AFTER_S,
                 "bytes_per_s": settings.bytes_per_s / self._writer.nodes if settings.bytes_per_s else None,
@@ -266,7 +345,7 @@ class Saver:
                     "torch_version": torch.__version__,
                     "keep": settings.keep,
                 }
-                if self._team.leads
+                if self._team.leads and aside is not None
                 else None,
             }
         )
@@ -278,12 +357,24 @@ class Saver:
         """What has become known since the last call. Costs nothing while nothing is under way."""
         if self._listening:
             self._listen(0)
+        if self._memory is not None:
+            for kept in self._memory.news():
+                self._news.append(
+                    News(
+                        kind="not_kept" if kept.problem else "kept",
+                        name=kept.name,
+                        problem=kept.problem,
+                        size_bytes=kept.size_bytes,
+                        save_time_s=kept.seconds,
+                        note="copied" if kept.copied else "",
+                    )
+                )
         found, self._news = self._news, []
         return found
 
     def settle(self, *, limit_s: float = _PUBLISH_LIMIT_S) -> None:
         """Wait until no save is under way on any rank. A collective."""
-        self._await_free(limit_s)
+        self._await_free(limit_s, with_memory=True)
 
     def close(self) -> None:
         """Let the writer go."""
@@ -309,6 +400,10 @@ class Saver:
         name = CheckpointName(generation=message["generation"], step=message["step"])
         problem = message["problem"]
         match message["about"]:
+            case "memory":
+                self._memory_part_of = None
+                assert self._memory is not None
+                self._memory.written(name, problem, size_bytes=message["size_bytes"])
             case "part":
                 self._part_of = None
                 if problem:
@@ -337,10 +432,17 @@ class Saver:
         if self._team.leads:
             self._publishing = None
 
+    def _lose_memory(self, name: CheckpointName, problem: str) -> None:
+        assert self._memory is not None
+        self._memory_part_of = None
+        self._memory.written(name, problem, size_bytes=0)
+
     def _drop_writer(self) -> None:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+        if self._memory_part_of is not None:
+            self._lose_memory(self._memory_part_of, "its writer has died")
         if self._part_of is not None:
             self._lose(self._part_of, "its writer has died")
         elif self._publishing is not None:
@@ -352,7 +454,9 @@ class Saver:
         self._tell("failed", name, "; ".join(problems)[:2000])
         return False
 
-    def _tell(self, kind: Literal["failed", "skipped", "rehashed"], name: CheckpointName, problem: str) -> None:
+    def _tell(
+        self, kind: Literal["failed", "skipped", "rehashed", "not_kept"], name: CheckpointName, problem: str
+    ) -> None:
         self._news.append(News(kind=kind, name=name, problem=problem))
 
     def _send(self, message: dict[str, Any], *, fd: int | None = None) -> bool:

@@ -10,6 +10,7 @@ import hashlib
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +90,7 @@ class ShardReader(StorageReader):
                 target = planner.resolve_tensor(item).detach()
                 target.copy_(part)
                 planner.commit_tensor(item, target)
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
+        return _done()
 
     def _read(self, rank: int, chunk: Mapping[str, Any]) -> torch.Tensor:
         name, size_bytes = shard_file(rank), chunk["size_bytes"]
@@ -112,6 +111,35 @@ class ShardReader(StorageReader):
         if not size_bytes:
             return torch.empty(sizes, dtype=dtype_of(chunk))
         return torch.frombuffer(content, dtype=torch.uint8).view(dtype_of(chunk)).view(sizes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """Bytes of the shard that a rank wrote."""
+
+    rank: int
+    at: int
+    size_bytes: int
+
+
+class BlockFinder(ShardReader):
+    """Reads nothing: `blocks` are those that a load of the same tensors reads."""
+
+    def __init__(self, directory: Path, manifest: Manifest, described: Sequence[Mapping[str, Any]]) -> None:
+        super().__init__(directory, manifest, described)
+        self.blocks: set[Block] = set()
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            rank, chunk = self._chunks[MetadataIndex(item.storage_index.fqn, item.storage_index.offset)]
+            self.blocks.add(Block(rank=rank, at=chunk["at"], size_bytes=chunk["size_bytes"]))
+        return _done()
+
+
+def _done() -> Future[None]:
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future
 
 
 def dtype_of(described: Mapping[str, Any]) -> torch.dtype:

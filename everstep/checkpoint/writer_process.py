@@ -17,17 +17,19 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from everstep.checkpoint.manifest import CheckpointName, Manifest
+from everstep.checkpoint.memory import Held, keep_only, keep_part
 from everstep.checkpoint.publish import Publication, publish, tell_done, tell_failed
 from everstep.checkpoint.retention import remove_expired
 from everstep.checkpoint.shards import Pace, Part, with_patience, write_part
 from everstep.checkpoint.verify import verify
 from everstep.checkpoint.wire import receive, send
 from everstep.elastic.lease_files import LeasePaths
-from everstep.errors import CheckpointDamaged, CheckpointMissing, SaveFailed
+from everstep.errors import CheckpointDamaged, CheckpointMissing, EverstepError, SaveFailed
 from everstep.rank_lease import PublishingLease
 
 _NICENESS = 10
@@ -97,7 +99,8 @@ class Connection:
                     self._memory = memoryview(mmap.mmap(fd, message["size_bytes"], prot=mmap.PROT_READ))
                     os.close(fd)
                 case "save":
-                    self._abandoned.clear()
+                    if message["aside"] is not None:
+                        self._abandoned.clear()
                     self._jobs.put(message)
                 case "abandon":
                     self._abandoned.set()
@@ -112,8 +115,29 @@ class Connection:
         while True:
             job = self._jobs.get()
             name = CheckpointName(**job["name"])
-            if self._write(job, name) and job["publication"] is not None:
-                self._publish(job, name)
+            if job["memory"] is not None:
+                self._keep(job, name)
+            if job["aside"] is not None and self._write(job, name) and job["publication"] is not None:
+                # It waits for the slowest rank; this one's snapshots in memory do not.
+                threading.Thread(target=self._publish, args=(job, name), name="publish", daemon=True).start()
+
+    def _keep(self, job: dict[str, Any], name: CheckpointName) -> None:
+        """Put the part into memory, in place of the snapshots that are not needed any more."""
+        order, root, memory = job["memory"], Path(job["memory"]["root"]), self._memory
+        assert memory is not None
+        part = Part(name=name, **job["part"])
+        piece = Held(name=name, token=order["token"], world_size=part.world_size, rank=part.rank, copied=False)
+        said = order["described"]
+        parent = CheckpointName(**said["parent"]) if said["parent"] else None
+        problem, size_bytes = "", 0
+        try:
+            keep_only(root, [Path(directory) for directory in order["keep"]])
+            size_bytes = keep_part(
+                piece, root, part, memory, described={**said, "parent": parent}, may_publish=_may_publish()
+            )
+        except (OSError, EverstepError) as err:
+            problem = f"{type(err).__name__}: {err}"
+        self.tell("memory", name, problem, size_bytes=size_bytes)
 
     def _write(self, job: dict[str, Any], name: CheckpointName) -> bool:
         part = Part(name=name, **job["part"])
@@ -150,8 +174,6 @@ class Connection:
             world_size=job["part"]["world_size"],
             torch_version=said["torch_version"],
         )
-        paths = LeasePaths.from_environment(os.environ)
-        lease = None if paths is None else PublishingLease(paths)
         began, problem = time.monotonic(), ""
         manifest: Manifest | None = None
         try:
@@ -159,7 +181,7 @@ class Connection:
                 publication,
                 limit_s=job["limit_s"],
                 abandoned=self._abandoned.is_set,
-                may_publish=lambda: None if lease is None else lease.check(),
+                may_publish=_may_publish(),
             )
         except SaveFailed as err:
             problem = str(err)
@@ -177,6 +199,13 @@ class Connection:
             seconds=time.monotonic() - began,
             left=left,
         )
+
+
+def _may_publish() -> Callable[[], None]:
+    """Ends this process and its ranks where their lease has run out."""
+    paths = LeasePaths.from_environment(os.environ)
+    lease = None if paths is None else PublishingLease(paths)
+    return lambda: None if lease is None else lease.check()
 
 
 def _retain(publication: Publication, *, keep: int) -> str:

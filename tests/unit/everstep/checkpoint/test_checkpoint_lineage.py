@@ -97,11 +97,11 @@ def test_off_line_checkpoint_is_not_chosen(tmp_path: Path) -> None:
     record_lineage(tmp_path, 2, parent=name("1:20"))
     put(tmp_path, "1:40")  # written by a ghost of generation 1 after generation 2 had resumed
     found = newest_checkpoint(tmp_path)
-    assert found is not None and found.name == name("1:20")
+    assert found == name("1:20")
     put(tmp_path, "2:30", parent="1:20")
     put(tmp_path, "1:60")
     found = newest_checkpoint(tmp_path)
-    assert found is not None and found.name == name("2:30")
+    assert found == name("2:30")
     assert newest_generation(tmp_path) == 2
 
 
