@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from exactness.case import Job, Scale, run_case, run_uninterrupted
+from exactness.case import TIERS, Job, Scale, run_case, run_uninterrupted
 from exactness.comparison import Record, differences
-from exactness.faults import Kind, draw_faults
+from exactness.faults import ON_DISK, Kind, draw_faults
 from exactness.moments import SaveWatch
 from exactness.script import FORGETS
 from exactness.starting import warm_up
 
 JOB = Job(ranks=2, wrapping="ddp", nodes=2, workers=2)
+DISK = TIERS[0]
 SCALE = Scale(seed=24, steps=60, save_every=5, faults=2)
 
 
@@ -28,7 +29,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Record:
 def test_run_that_was_killed_in_a_step_and_in_a_save_ends_as_if_nothing_had_happened(
     whole: Record, tmp_path: Path
 ) -> None:
-    result = run_case(JOB, "disk", SCALE, tmp_path / "case", whole=whole)
+    result = run_case(JOB, DISK, SCALE, tmp_path / "case", whole=whole)
     assert (result.error, result.differs) == ("", [])
     assert [fired.fault.kind for fired in result.fired] == [Kind.RANK, Kind.FLUSH]
     assert "rank 0; save of step" in result.fired[1].words and "renamed and without manifest" in result.fired[1].words
@@ -38,7 +39,7 @@ def test_run_that_was_killed_in_a_step_and_in_a_save_ends_as_if_nothing_had_happ
 @pytest.mark.parametrize("forgotten", FORGETS)
 def test_run_that_forgets_a_part_is_not_identical(whole: Record, tmp_path: Path, forgotten: str) -> None:
     scale = dataclasses.replace(SCALE, faults=1, forget=forgotten)
-    result = run_case(JOB, "disk", scale, tmp_path / "case", whole=whole)
+    result = run_case(JOB, DISK, scale, tmp_path / "case", whole=whole)
     assert result.error == "" and not result.identical
     # The moments decide nothing of the first replayed step, and all of the second.
     first = result.differs[0]
@@ -50,7 +51,7 @@ def test_fault_that_never_finds_its_moment_is_an_error(
     whole: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SaveWatch, "catch", lambda *_, **__: None)
-    result = run_case(JOB, "disk", SCALE, tmp_path / "case", whole=whole)
+    result = run_case(JOB, DISK, SCALE, tmp_path / "case", whole=whole)
     assert not result.identical and "DidNotHappen: no save was caught where renamed" in result.error
 
 
@@ -89,10 +90,10 @@ def test_final_state_holds_every_part_of_each_rank(whole: Record) -> None:
 
 def test_faults_are_drawn_from_the_seed_and_no_kind_comes_twice_before_each_has_come() -> None:
     def draw(seed: str) -> list[Kind]:
-        drawn = draw_faults(seed, count=5, ranks=4, steps=300, save_every=10)
+        drawn = draw_faults(seed, ON_DISK, count=5, ranks=4, steps=300, save_every=10)
         assert [fault.step for fault in drawn] == sorted({fault.step for fault in drawn})
-        assert drawn == draw_faults(seed, count=5, ranks=4, steps=300, save_every=10)
+        assert drawn == draw_faults(seed, ON_DISK, count=5, ranks=4, steps=300, save_every=10)
         return [fault.kind for fault in drawn]
 
-    assert sorted(draw("a")) == sorted(draw("b")) == sorted(Kind)
+    assert sorted(draw("a")) == sorted(draw("b")) == sorted(ON_DISK)
     assert draw("a") != draw("b")

@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from exactness.case import JOBS, TIERS, Result, Scale, run_case, run_uninterrupted
+from exactness.case import JOBS, Result, Scale, run_case, run_uninterrupted, tiers_of
 from exactness.script import FORGETS
 from exactness.starting import warm_up
 
@@ -38,8 +38,8 @@ def main() -> int:
     for job in [job for job in JOBS if arguments.only in str(job)]:
         with tempfile.TemporaryDirectory(prefix="exactness-", ignore_cleanup_errors=True) as folder:
             whole = run_uninterrupted(job, scale, Path(folder) / "uninterrupted")
-            for tier in TIERS:
-                results.append(run_case(job, tier, scale, Path(folder) / tier, whole=whole))
+            for tier in tiers_of(job):
+                results.append(run_case(job, tier, scale, Path(folder) / tier.name, whole=whole))
                 show(results[-1], seconds=time.monotonic() - started)
     identical = sum(result.identical for result in results)
     fired = Counter(str(fired.fault.kind) for result in results for fired in result.fired)
@@ -72,8 +72,9 @@ def show(result: Result, *, seconds: float) -> None:
     how = "runner" if job.by_runner else "forked"
     verdict = "identical" if result.identical else "ERROR" if result.error else "DIFFERS"
     print(
-        f"{verdict:<10} {job.ranks} ranks  {job.wrapping:<6} {result.tier:<7} {job.nodes} node(s)  {how}  "
-        f"{job.workers} workers  {len(result.fired)} faults  {result.generations} generations  "
+        f"{verdict:<10} {job.ranks} ranks  {job.wrapping:<6} {result.tier.name:<7} {job.nodes} node(s)  {how}  "
+        f"{job.workers} workers  {len(result.fired)} faults  {result.generations} generations, "
+        f"{result.from_memory} from memory  "
         f"{result.replayed} steps replayed  ({seconds:.0f} s)"
     )
     for fired in result.fired:

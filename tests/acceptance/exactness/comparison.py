@@ -17,10 +17,12 @@ Steps = dict[tuple[int, int], tuple[Any, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What one generation has left behind. `parent_step`: where it began; `final`: by rank, if it came to its end."""
+    """What one generation has left behind. `parent_step`: where it began; `final`: by rank, if it came to its end.
+    `tier`: what it was loaded from."""
 
     number: int
     parent_step: int
+    tier: str
     steps: Steps
     final: dict[int, dict[str, str]]
 
@@ -32,14 +34,17 @@ class Record:
 def read_record(generation: Generation, *, number: int, parent_step: int, world_size: int) -> Record:
     steps: Steps = {}
     final: dict[int, dict[str, str]] = {}
+    tier = ""
     for rank in range(world_size):
         for line in generation.log(rank):
             if line["kind"] == "step":
                 steps[line["step"], rank] = tuple(line.get(field) for field in _FIELDS)
+            elif line["kind"] == "resumed":
+                tier = line["tier"]
         path = generation.directories[rank // generation.ranks_per_node] / "logs" / f"final-{rank}.json"
         if path.exists():
             final[rank] = json.loads(path.read_text())
-    return Record(number=number, parent_step=parent_step, steps=steps, final=final)
+    return Record(number=number, parent_step=parent_step, tier=tier, steps=steps, final=final)
 
 
 def replayed_steps(records: Sequence[Record]) -> int:

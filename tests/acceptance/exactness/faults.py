@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from everstep.save_requests import TERM_EXIT_CODE
 from exactness.live import DidNotHappen, Live
-from exactness.moments import Caught, Moment, SaveWatch, let_go
+from exactness.moments import Caught, Moment, SaveWatch, SnapshotWatch, Watch, let_go
 
 _SAVE_LIMIT_S = 60.0
 _TERM_LIMIT_S = 30.0
@@ -23,7 +23,13 @@ class Kind(StrEnum):
     RUNNER = "runner killed"
     SAVE = "kill in mid-save"
     FLUSH = "kill in mid-flush"
+    SNAPSHOT = "kill in mid-snapshot"
     TERM = "SIGTERM"
+
+
+ON_DISK = (Kind.RANK, Kind.RUNNER, Kind.SAVE, Kind.FLUSH, Kind.TERM)
+IN_MEMORY = (Kind.RANK, Kind.RUNNER, Kind.SNAPSHOT, Kind.SAVE, Kind.FLUSH)
+"""SIGTERM ends with a save on disk, and so proves nothing of memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,17 +58,19 @@ class Fired:
         return f"{self.fault.kind} at step {self.step} ({self.words})"
 
 
-def draw_faults(seed: str, *, count: int, ranks: int, steps: int, save_every: int) -> list[Fault]:
+def draw_faults(
+    seed: str, kinds: Sequence[Kind], *, count: int, ranks: int, steps: int, save_every: int
+) -> list[Fault]:
     """`count` faults at random points, each kind once before one comes again, in the order of their steps.
 
     The last point leaves a few saves, for those that wait for one.
     """
     draw = random.Random(seed)
-    kinds: list[Kind] = []
-    while len(kinds) < count:
-        kinds += draw.sample(list(Kind), len(Kind))
+    drawn: list[Kind] = []
+    while len(drawn) < count:
+        drawn += draw.sample(kinds, len(kinds))
     points = sorted(draw.sample(range(3, steps - 3 * save_every), count))
-    return [_draw_fault(draw, kind, step=step, ranks=ranks) for kind, step in zip(kinds, points, strict=False)]
+    return [_draw_fault(draw, kind, step=step, ranks=ranks) for kind, step in zip(drawn, points, strict=False)]
 
 
 def _draw_fault(draw: random.Random, kind: Kind, *, step: int, ranks: int) -> Fault:
@@ -71,6 +79,7 @@ def _draw_fault(draw: random.Random, kind: Kind, *, step: int, ranks: int) -> Fa
         Kind.RUNNER: (["runner"], []),
         Kind.SAVE: (["rank", "runner", "writer"], [Moment.WRITING]),
         Kind.FLUSH: (["rank", "runner"], [Moment.PUBLISHING, Moment.WAITING]),
+        Kind.SNAPSHOT: (["rank", "runner", "writer"], [Moment.KEEPING]),
         Kind.TERM: (["rank"], []),
     }[kind]
     return Fault(
@@ -104,19 +113,25 @@ def _fire_in_save(fault: Fault, live: Live, moment: Moment) -> Fired:
         who = _kill(fault, live)
     finally:
         let_go(writers)  # those of them that still live: their ranks are gone, or will be
-    if (fault.victim != "rank" or live.starts_writer(fault.rank)) and live.is_complete(caught.step):
-        raise DidNotHappen(f"the save of step {caught.step} became complete, though its writer was killed in it")
+    if live.has_lost_writer_of(caught.path) and live.counts(caught.path):
+        raise DidNotHappen(f"{caught.path} became complete, though its writer was killed before")
     words = f"{who}; save of step {caught.step}: {moment}"
     return Fired(fault=fault, step=step, words=words, ends=fault.victim != "writer")
 
 
 def _catch(live: Live, moment: Moment) -> Caught:
     deadline = time.monotonic() + _SAVE_LIMIT_S
-    with SaveWatch(live.save_directory(), world_size=live.world_size) as watch:
+    with _watch(live, moment) as watch:
         while time.monotonic() < deadline and not live.ended():
             if caught := watch.catch(moment, live.writers(), limit_s=0.1):
                 return caught
     raise DidNotHappen(f"no save was caught where {moment}")
+
+
+def _watch(live: Live, moment: Moment) -> Watch:
+    if moment is Moment.KEEPING:
+        return SnapshotWatch(live.memory, generation=live.number)
+    return SaveWatch(live.save_directory(), world_size=live.world_size)
 
 
 def _kill(fault: Fault, live: Live) -> str:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from everstep.checkpoint.manifest import MANIFEST, CheckpointName
+from everstep.checkpoint.manifest import ASIDE, MANIFEST, CheckpointName
 from exactness.moments import writers_of
 from tests.integration.launches import Generation, has_ended
 
@@ -25,12 +27,24 @@ class DidNotHappen(Exception):
 
 
 class Live:
-    """A generation that was started. `step_time_s`: what a step takes at least."""
+    """A generation that was started. `step_time_s`: what a step takes at least. `memory`: where each node keeps its
+    snapshots, if it does. `memory_dies`: it is lost with the node's runner, as if the node were."""
 
-    def __init__(self, generation: Generation, root: Path, *, number: int, step_time_s: float) -> None:
+    def __init__(
+        self,
+        generation: Generation,
+        root: Path,
+        *,
+        number: int,
+        step_time_s: float,
+        memory: Sequence[Path] = (),
+        memory_dies: bool = False,
+    ) -> None:
         self._generation = generation
         self._checkpoints = root / "checkpoints"
-        self._number = number
+        self.number = number
+        self.memory = memory
+        self._memory_dies = memory_dies
         self._pids: dict[int, int] = {}
         self._writers: dict[int, int] = {}
         self.step_time_s = step_time_s
@@ -64,7 +78,7 @@ class Live:
         return (self._name(step).directory(self._checkpoints) / MANIFEST).exists()
 
     def _name(self, step: int) -> CheckpointName:
-        return CheckpointName(generation=self._number, step=step)
+        return CheckpointName(generation=self.number, step=step)
 
     # --- Processes ------------------------------------------------------------------------------------------------
 
@@ -74,6 +88,19 @@ class Live:
             for node in range(len(self._generation.directories)):
                 self._pids |= {event["rank"]: event["pid"] for event in self._generation.events(node, "rank_started")}
         return self._pids
+
+    def counts(self, path: Path) -> bool:
+        """Whether what was caught unfinished at `path` is a checkpoint, or a part of a snapshot, by now."""
+        if path.name.startswith(f"{ASIDE}rank-"):
+            return path.with_name("-".join(path.name.removeprefix(ASIDE).split("-")[:2])).exists()
+        step = int(re.findall(r"step-(\d+)", path.name)[0])
+        return self.is_complete(step)
+
+    def has_lost_writer_of(self, path: Path) -> bool:
+        """Whether the writer is dead that would have let it count: a node's own, or on disk that of rank 0."""
+        node = next((node for node, root in enumerate(self.memory) if path.is_relative_to(root)), 0)
+        writer = self._writer_of(node)
+        return writer is not None and has_ended(writer, limit_s=0.0)
 
     def starts_writer(self, rank: int) -> bool:
         """The first rank of a node does, and its writer dies with it."""
@@ -110,7 +137,10 @@ class Live:
         writer = self._writer_of(node)
         ranks = [pid for other, pid in self.ranks().items() if self._node(other) == node]
         self._see_gone([*ranks, *([writer] if writer else [])], f"ranks and writer of node {node}")
-        return f"runner of node {node}"
+        if not self._memory_dies:
+            return f"runner of node {node}"
+        shutil.rmtree(self.memory[node])
+        return f"runner of node {node}, whose memory is lost"
 
     def kill_writer_of(self, rank: int) -> str:
         """SIGKILL to the writer of a rank's node; training goes on with another one."""

@@ -1,18 +1,19 @@
 """Catches a save in the middle: stops the writers where the files say that it is there, and looks again.
 
 The kernel tells of each new file and each rename (inotify), so that nothing has to be slowed down. Whoever comes too
-late lets the writers go on and waits for the next save.
+late lets the writers go on and waits for the next save. `faults` makes one watch for each fault that wants a save.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import select
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -24,48 +25,39 @@ _STOPPED_WITHIN_S = 5.0
 
 
 class Moment(StrEnum):
-    """Where a save is. `WRITING`: no rank's part is on disk; `WAITING`: some are, and the leader waits for the others;
-    `PUBLISHING`: renamed, and without a manifest."""
+    """Where a save is: no rank's part is on disk yet; some are, and the leader waits for the others; it is renamed and
+    has no manifest; or a part of a snapshot is being put into a node's memory."""
 
     WRITING = "a part is being written"
     WAITING = "the leader waits for parts"
     PUBLISHING = "renamed and without manifest"
+    KEEPING = "a part is being kept in memory"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Caught:
-    """A save that stands still."""
+    """A save that stands still. `path`: what is not whole yet."""
 
     moment: Moment
     step: int
     path: Path
 
 
-class SaveWatch:
-    """Watches one generation's directory from now on; what lies there already is not looked at again."""
+class Watch:
+    """Looks at directories whenever something in them is made or renamed."""
 
-    def __init__(self, directory: Path, *, world_size: int) -> None:
-        self._directory = directory
-        self._world_size = world_size
+    def __init__(self) -> None:
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._fd = self._libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._watch(directory)
-        self._old = set(os.listdir(directory))
 
-    def __enter__(self) -> SaveWatch:
+    def __enter__(self) -> Watch:
         return self
 
     def __exit__(self, *_: object) -> None:
         os.close(self._fd)
 
-    def _watch(self, directory: Path) -> None:
-        if self._libc.inotify_add_watch(self._fd, os.fsencode(directory), _IN_MOVED_TO | _IN_CREATE) < 0:
-            if not directory.exists():
-                return  # renamed meanwhile
-            raise OSError(ctypes.get_errno(), f"cannot watch {directory}")
-
     def catch(self, wanted: Moment, writers: Sequence[int], *, limit_s: float) -> Caught | None:
-        """Wait for the next save and stop its writers at that moment; None if it was missed, or none came in time.
+        """Wait for news and stop the writers at that moment; None if it was missed, or none came in time.
 
         The writers of what was caught are stopped; kill them, or let them go on.
         """
@@ -77,25 +69,45 @@ class SaveWatch:
             return None
         try:
             stop(writers)
-            sure = self._look()
         except ProcessLookupError:
             return None
-        if sure is not None and sure.moment is wanted and sure.step == found.step:
+        sure = self._look()
+        if sure is not None and (sure.moment, sure.step) == (wanted, found.step):
             return sure
         let_go(writers)
         return None
 
+    def _names(self, directory: Path) -> list[str]:
+        """What is in it now; news of what is made in it will come from here on. Nothing if it is gone."""
+        if self._libc.inotify_add_watch(self._fd, os.fsencode(directory), _IN_MOVED_TO | _IN_CREATE) < 0:
+            error = ctypes.get_errno()
+            if error != errno.ENOENT:
+                raise OSError(error, f"cannot watch {directory}: {os.strerror(error)}")
+            return []
+        with contextlib.suppress(FileNotFoundError):
+            return sorted(os.listdir(directory))
+        return []
+
     def _look(self) -> Caught | None:
-        for name in sorted(os.listdir(self._directory)):
+        raise NotImplementedError
+
+
+class SaveWatch(Watch):
+    """Watches the disk: one generation's directory from now on; what lies there already is not looked at again."""
+
+    def __init__(self, directory: Path, *, world_size: int) -> None:
+        super().__init__()
+        self._directory = directory
+        self._world_size = world_size
+        self._old = set(self._names(directory))
+
+    def _look(self) -> Caught | None:
+        for name in self._names(self._directory):
             path = self._directory / name
             if name in self._old:
                 continue
             if name.startswith(f"{ASIDE}step-"):
-                self._watch(path)
-                try:
-                    files = os.listdir(path)
-                except FileNotFoundError:
-                    continue
+                files = self._names(path)
                 done = sum(file.startswith("done-") and file.endswith(".json") for file in files)
                 step = int(name.removeprefix(f"{ASIDE}step-").split("-")[0])
                 if not done and any(file.startswith("shard-") for file in files):
@@ -107,6 +119,32 @@ class SaveWatch:
                     return Caught(moment=Moment.PUBLISHING, step=int(name.removeprefix("step-")), path=path)
                 self._old.add(name)
         return None
+
+
+class SnapshotWatch(Watch):
+    """Watches what the nodes keep of one generation in memory."""
+
+    def __init__(self, roots: Sequence[Path], *, generation: int) -> None:
+        super().__init__()
+        self._roots = roots
+        self._prefix = f"generation-{generation:05d}-"
+        self._old = frozenset(caught.path for caught in self._parts())
+
+    def _look(self) -> Caught | None:
+        return next((caught for caught in self._parts() if caught.path not in self._old), None)
+
+    def _parts(self) -> Iterator[Caught]:
+        """The parts of this generation that are being written."""
+        for root in self._roots:
+            for generation in self._names(root):
+                if not generation.startswith(self._prefix):
+                    continue
+                for step in self._names(root / generation):
+                    directory = root / generation / step
+                    for name in self._names(directory):
+                        if name.startswith(f"{ASIDE}rank-"):
+                            number = int(step.removeprefix("step-"))
+                            yield Caught(moment=Moment.KEEPING, step=number, path=directory / name)
 
 
 def stop(pids: Sequence[int]) -> None:

@@ -99,7 +99,13 @@ def forward_backward(model: nn.Module, batch: SpannedBatch) -> Tensor:
 
 
 def train(arguments: argparse.Namespace) -> None:
-    run = everstep.Run(total_steps=arguments.steps, save_every=arguments.save_every, seed=arguments.seed)
+    run = everstep.Run(
+        total_steps=arguments.steps,
+        save_every=arguments.save_every,
+        seed=arguments.seed,
+        memory_every=arguments.memory_every,
+        memory_partner=arguments.memory_partner,
+    )
     model = wrap(new_network(), arguments.wrapping)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
     scheduler = CosineAnnealingLR(optimizer, T_max=arguments.steps, eta_min=1e-4)
@@ -197,6 +203,8 @@ def main(words: list[str]) -> None:
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--workers", type=int, default=0, help="processes of each rank's loader")
     parser.add_argument("--step-time", type=float, default=0.0, help="seconds that a step takes at least")
+    parser.add_argument("--memory-every", type=int, help="steps between snapshots in memory; none if left out")
+    parser.add_argument("--memory-partner", action="store_true", help="keep them on another node as well")
     parser.add_argument("--forget", choices=FORGETS, help="lose this after a resume")
     arguments = parser.parse_args(words)
     torch.set_num_threads(1)
