@@ -44,6 +44,9 @@ class Generation:
     terms: of the lease that its runners keep; None for none.
     """
 
+    runner_stderr: int | None = None
+    """Where runners say what torch elastic thinks of each death; None: to this process's own."""
+
     def __init__(
         self,
         root: Path,
@@ -138,6 +141,7 @@ class Generation:
             start_new_session=True,
             env={**os.environ, "AGENT_SECRET": "not for ranks"},
             stdin=subprocess.DEVNULL,
+            stderr=self.runner_stderr,
         )
 
     def __exit__(self, *_: object) -> None:

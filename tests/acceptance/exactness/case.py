@@ -20,7 +20,7 @@ from exactness import script
 from exactness.comparison import Record, differences, read_record, replayed_steps
 from exactness.faults import IN_MEMORY, ON_DISK, Fired, Kind, draw_faults, fire
 from exactness.live import DidNotHappen, Live
-from exactness.starting import ForkedGeneration
+from exactness.starting import ForkedGeneration, RunnerGeneration
 from tests.integration.launches import Generation
 
 PROJECT = Path(__file__).resolve().parents[3]
@@ -199,7 +199,7 @@ def _generation(
     asked = ["--wrapping", job.wrapping, "--seed", str(scale.seed), "--workers", str(job.workers)]
     asked += ["--steps", str(scale.steps), "--save-every", str(scale.save_every), "--step-time", str(STEP_TIME_S)]
     asked += [*(["--forget", scale.forget] if scale.forget else []), *words]
-    generation = (Generation if job.by_runner else ForkedGeneration)(
+    generation = (RunnerGeneration if job.by_runner else ForkedGeneration)(
         root,
         [sys.executable, str(script.__file__), *asked],
         number=number,
@@ -209,7 +209,6 @@ def _generation(
         environment={
             "PYTHONPATH": str(PROJECT),
             "TMPDIR": os.environ.get("TMPDIR", "/tmp"),
-            "LOGLEVEL": "CRITICAL",  # torch elastic would tell of each rank that was killed
         },
     )
     for directory, place in zip(generation.directories, memory, strict=False):

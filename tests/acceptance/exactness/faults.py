@@ -14,6 +14,9 @@ from exactness.moments import Caught, Moment, SaveWatch, SnapshotWatch, Watch, l
 
 _SAVE_LIMIT_S = 60.0
 _TERM_LIMIT_S = 30.0
+_TERM_STEPS = 60
+"""Ranks look about once a second whether to end, and a step takes 20 ms at least."""
+_LOOK_FOR_WRITERS_S = 0.25
 
 
 class Kind(StrEnum):
@@ -63,13 +66,14 @@ def draw_faults(
 ) -> list[Fault]:
     """`count` faults at random points, each kind once before one comes again, in the order of their steps.
 
-    The last point leaves a few saves, for those that wait for one.
+    The last point leaves a few saves for those that wait for one, and the steps that ranks need to agree on SIGTERM.
     """
     draw = random.Random(seed)
     drawn: list[Kind] = []
     while len(drawn) < count:
         drawn += draw.sample(kinds, len(kinds))
-    points = sorted(draw.sample(range(3, steps - 3 * save_every), count))
+    last = steps - max(3 * save_every, min(_TERM_STEPS, steps // 3))
+    points = sorted(draw.sample(range(3, last), count))
     return [_draw_fault(draw, kind, step=step, ranks=ranks) for kind, step in zip(drawn, points, strict=False)]
 
 
@@ -120,10 +124,12 @@ def _fire_in_save(fault: Fault, live: Live, moment: Moment) -> Fired:
 
 
 def _catch(live: Live, moment: Moment) -> Caught:
-    deadline = time.monotonic() + _SAVE_LIMIT_S
+    deadline, writers, looked = time.monotonic() + _SAVE_LIMIT_S, list[int](), 0.0
     with _watch(live, moment) as watch:
-        while time.monotonic() < deadline and not live.ended():
-            if caught := watch.catch(moment, live.writers(), limit_s=0.1):
+        while (now := time.monotonic()) < deadline and not live.ended():
+            if now > looked + _LOOK_FOR_WRITERS_S:  # not at each turn: the next moment may be a millisecond away
+                writers, looked = live.writers(), now
+            if caught := watch.catch(moment, writers, limit_s=0.1):
                 return caught
     raise DidNotHappen(f"no save was caught where {moment}")
 
@@ -135,6 +141,8 @@ def _watch(live: Live, moment: Moment) -> Watch:
 
 
 def _kill(fault: Fault, live: Live) -> str:
+    """Who was killed. It has been seen that what must die with it is dead."""
+    live.writers()
     kill: dict[str, Callable[[int], str]] = {
         "rank": live.kill_rank,
         "runner": live.kill_runner_of,

@@ -65,13 +65,13 @@ class Watch:
         with contextlib.suppress(BlockingIOError):
             os.read(self._fd, 65536)
         found = self._look()
-        if found is None or found.moment is not wanted:
+        if found is None or found.moment is not wanted or not writers:
             return None
         try:
             stop(writers)
+            sure = self._look()
         except ProcessLookupError:
-            return None
-        sure = self._look()
+            sure = None
         if sure is not None and (sure.moment, sure.step) == (wanted, found.step):
             return sure
         let_go(writers)
@@ -152,7 +152,9 @@ def stop(pids: Sequence[int]) -> None:
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     deadline = time.monotonic() + _STOPPED_WITHIN_S
-    while any(state != "T" for pid in pids for state in _states(pid)):
+    while (states := {state for pid in pids for state in _states(pid)}) != {"T"}:
+        if states & {"Z", "X"}:
+            raise ProcessLookupError(f"one of the processes {pids} has ended")
         if time.monotonic() > deadline:
             raise TimeoutError(f"processes {pids} were told to stop {_STOPPED_WITHIN_S:.0f} s ago and still run")
 
@@ -185,8 +187,13 @@ def _children(pid: int) -> list[int]:
 
 
 def _states(pid: int) -> list[str]:
+    """Of each thread. Raises `ProcessLookupError` where the process is gone."""
     states = []
-    for task in os.listdir(f"/proc/{pid}/task"):
+    try:
+        tasks = os.listdir(f"/proc/{pid}/task")
+    except FileNotFoundError as err:
+        raise ProcessLookupError(f"process {pid} has ended") from err
+    for task in tasks:
         with contextlib.suppress(OSError):
             states.append(Path(f"/proc/{pid}/task/{task}/stat").read_text().rpartition(")")[2].split()[0])
     return states

@@ -64,9 +64,9 @@ def wrap(network: nn.Sequential, wrapping: str) -> nn.Module:
         # Buckets this small are several, as those of a large model are: their layout then matters.
         return DistributedDataParallel(network, bucket_cap_mb=0.005)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in network:
+    for block in [*network, network]:
         fully_shard(block, mesh=mesh)
-    return fully_shard(network, mesh=mesh)
+    return network
 
 
 @contextlib.contextmanager
@@ -144,7 +144,7 @@ def new_sampler(arguments: argparse.Namespace) -> everstep.ReplayableSampler:
 
 def new_loader(arguments: argparse.Namespace, sampler: everstep.ReplayableSampler, *, workers: int) -> Any:
     # Forked here: rank and worker are single-threaded, and a fresh interpreter would take seconds to load torch.
-    context = {"multiprocessing_context": "fork"} if workers else {}
+    context: dict[str, Any] = {"multiprocessing_context": "fork"} if workers else {}
     seed = arguments.seed
     return everstep.replayable_loader(Samples(seed), sampler, sample_seed=seed, num_workers=workers, **context)
 

@@ -64,6 +64,12 @@ class Forked(subprocess.Popen[bytes]):
             os.kill(self.pid, sig)
 
 
+class RunnerGeneration(Generation):
+    """By the real runner and torch elastic, whose words on each killed rank are no news here."""
+
+    runner_stderr = subprocess.DEVNULL
+
+
 class ForkedGeneration(Generation):
     """The same, with torch loaded beforehand. Call `warm_up` first."""
 
