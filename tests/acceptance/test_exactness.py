@@ -71,6 +71,10 @@ def test_one_bit_or_one_step_more_or_less_is_a_difference(whole: Record) -> None
     path = next(path for path in whole.final[1] if path.startswith("/optimizer/state"))
     final = whole.final | {1: whole.final[1] | {path: "else"}}
     assert compared(dataclasses.replace(whole, final=final)) == [f"final state of rank 1: {path} differs"]
+    block = next(iter(whole.saved))
+    assert compared(dataclasses.replace(whole, saved=whole.saved | {block: "else"})) == [
+        f"last checkpoint: {block} differs"
+    ]
     early = {place: made for place, made in whole.steps.items() if place[0] < 20}
     late = {place: made for place, made in whole.steps.items() if place[0] > 20}
     lost = dataclasses.replace(whole, steps=early, final={})

@@ -122,7 +122,7 @@ def run_uninterrupted(job: Job, scale: Scale, root: Path) -> Record:
     )
     with generation:
         Live(generation, root, number=1, step_time_s=0.0).finish()
-    return read_record(generation, number=1, parent_step=0, world_size=job.ranks)
+    return read_record(generation, root / "checkpoints", number=1, parent_step=0, world_size=job.ranks)
 
 
 def run_case(job: Job, tier: Tier, scale: Scale, root: Path, *, whole: Record) -> Result:
@@ -171,7 +171,9 @@ def _train(job: Job, scale: Scale, root: Path, result: Result, *, memory: list[P
                 live.finish()
             live.see_gone()
         parent_step = parent.step if parent else 0
-        records.append(read_record(generation, number=number, parent_step=parent_step, world_size=job.ranks))
+        records.append(
+            read_record(generation, root / "checkpoints", number=number, parent_step=parent_step, world_size=job.ranks)
+        )
     return records
 
 

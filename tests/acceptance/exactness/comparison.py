@@ -6,8 +6,11 @@ import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from everstep.checkpoint.manifest import complete_checkpoints
+from everstep.checkpoint.verify import read_rank_file
 from tests.integration.launches import Generation
 
 _FIELDS = ("loss_hex", "learning_rate", "grad_norm", "epoch", "span_start", "span_stop", "indices_digest")
@@ -17,21 +20,25 @@ Steps = dict[tuple[int, int], tuple[Any, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What one generation has left behind. `parent_step`: where it began; `final`: by rank, if it came to its end.
-    `tier`: what it was loaded from."""
+    """What one generation has left behind.
+
+    parent_step: where it began. tier: what it was loaded from. final: by rank, if it came to its end. saved: the
+    SHA-256 of each block in the last checkpoint, by its tensor and place.
+    """
 
     number: int
     parent_step: int
     tier: str
     steps: Steps
     final: dict[int, dict[str, str]]
+    saved: dict[str, str]
 
     @property
     def last_step(self) -> int:
         return max((step for step, _ in self.steps), default=self.parent_step)
 
 
-def read_record(generation: Generation, *, number: int, parent_step: int, world_size: int) -> Record:
+def read_record(generation: Generation, checkpoints: Path, *, number: int, parent_step: int, world_size: int) -> Record:
     steps: Steps = {}
     final: dict[int, dict[str, str]] = {}
     tier = ""
@@ -44,7 +51,20 @@ def read_record(generation: Generation, *, number: int, parent_step: int, world_
         path = generation.directories[rank // generation.ranks_per_node] / "logs" / f"final-{rank}.json"
         if path.exists():
             final[rank] = json.loads(path.read_text())
-    return Record(number=number, parent_step=parent_step, tier=tier, steps=steps, final=final)
+    saved = _saved(checkpoints)
+    return Record(number=number, parent_step=parent_step, tier=tier, steps=steps, final=final, saved=saved)
+
+
+def _saved(checkpoints: Path) -> dict[str, str]:
+    complete = complete_checkpoints(checkpoints)
+    if not complete:
+        return {}
+    directory = complete[-1].name.directory(checkpoints)
+    return {
+        f"step {complete[-1].name.step}: {chunk['key']} from {chunk['offsets']} on": chunk["sha256"]
+        for rank in range(complete[-1].world_size)
+        for chunk in read_rank_file(directory, complete[-1], rank)["chunks"]
+    }
 
 
 def replayed_steps(records: Sequence[Record]) -> int:
@@ -72,8 +92,9 @@ def differences(whole: Record, records: Sequence[Record], *, steps: int, world_s
         f"step {step} of rank {rank} is missing in the line that survived" for step, rank in sorted(everything - made)
     ]
     for rank in range(world_size):
-        found += _final_differences(rank, records[-1].final.get(rank, {}), whole.final.get(rank, {}))
-    return found
+        mine, theirs = (record.final.get(rank, {}) for record in (records[-1], whole))
+        found += _state_differences(f"final state of rank {rank}", mine, theirs)
+    return found + _state_differences("last checkpoint", records[-1].saved, whole.saved)
 
 
 def _step_differences(
@@ -90,11 +111,8 @@ def _step_differences(
     return [f"step {step} of rank {rank} in generation {generation}: {said}"]
 
 
-def _final_differences(rank: int, mine: dict[str, str], theirs: dict[str, str]) -> list[str]:
+def _state_differences(where: str, mine: dict[str, str], theirs: dict[str, str]) -> list[str]:
     if not mine or not theirs:
-        return [f"rank {rank} left no final state"]
-    return [
-        f"final state of rank {rank}: {path} differs"
-        for path in sorted(mine.keys() | theirs.keys())
-        if mine.get(path) != theirs.get(path)
-    ]
+        return [f"{where}: there is none"]
+    paths = sorted(mine.keys() | theirs.keys())
+    return [f"{where}: {path} differs" for path in paths if mine.get(path) != theirs.get(path)]
