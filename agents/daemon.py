@@ -36,6 +36,7 @@ from agents.server_clock import ServerClock
 from agents.settings import RUNNER_COMMAND, Settings
 from agents.supervisor.cgroups import NodeGroups
 from agents.supervisor.highest import HighestStore
+from agents.supervisor.memory_places import MemoryPlaces
 from agents.supervisor.ports import PortReservations
 from agents.supervisor.records import RunRecords
 from agents.supervisor.run import Workplace
@@ -71,6 +72,7 @@ class Daemon:
             records=self._records,
             ports=PortReservations(*settings.port_range),
             groups=self._groups,
+            memory=MemoryPlaces(settings.state_directory),
             socket=self._ranks.path,
             environment=os.environ,
             driver=lambda: self._sensor.facts.driver,
@@ -219,6 +221,8 @@ class Daemon:
             log.error("an order could not be taken over", revision=order.revision, error=err)
             return
         self._probes.take(order.probes)
+        if order.memory_of is not None:
+            self.supervisor.clean_memory(order.memory_of)
         self._link.revision = order.revision
 
     async def _refused(self, code: CloseCode) -> bool:

@@ -163,6 +163,7 @@ class Run:
         self._memory_kept: tuple[CheckpointName, str] | None = None
         self._token = ""
         self._on_disk = False
+        self._not_kept_since = ""
         self._tier: Literal["disk", "memory"] = "disk"
         self._requests = SaveRequests(self._context.run_directory)
         self.rank = self._context.rank
@@ -685,16 +686,23 @@ class Run:
                 self._warn(f"Checkpoint {name} was skipped: {news.problem}. Save less often, or to faster storage.")
             case "kept":
                 self._memory_interval.written(news.save_time_s)
+                self._not_kept_since = ""
+                assert self._team is not None
                 self._tell(
                     "kept",
                     step=name.step,
-                    copied=news.note == "copied",
+                    world_size=self._team.world_size,
+                    copy_of=news.copy_of,
                     size_bytes=news.size_bytes,
                     save_time_s=news.save_time_s,
                 )
             case "not_kept":
-                self._tell("not_kept", step=name.step, reason=news.problem)
-                self._warn(f"Snapshot {name} was not kept in memory: {news.problem}. Saves to disk go on as before.")
+                if news.problem != self._not_kept_since:  # a slow save to disk may cost many in a row
+                    self._not_kept_since = news.problem
+                    self._tell("not_kept", step=name.step, reason=news.problem)
+                    self._warn(
+                        f"Snapshot {name} was not kept in memory: {news.problem}. Saves to disk go on as before."
+                    )
             case "rehashed":
                 self._tell("rehashed", step=name.step, ok=not news.problem, reason=news.problem)
                 if news.problem:

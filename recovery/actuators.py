@@ -29,6 +29,7 @@ from recovery.domain.instructions import (
 from recovery.domain.plan import RecoveryPlan
 from recovery.models import GenerationRow, IncidentRow, Job, Node, ShareRow
 from recovery.proofs import keep_proof
+from recovery.snapshots import forget_job
 from recovery.store import to_json
 from recovery.wakeup import announce_change, push_orders
 
@@ -135,6 +136,7 @@ def mark_job(job: Job, state: JobState, reason: str, now: float) -> None:
             job.started_at = now
         if state in JOB_ENDS:
             job.ended_at = now
+            forget_job(job.id)
     job.state, job.reason = state.value, reason[:1000]
     job.save(update_fields=["state", "reason", "state_since", "started_at", "ended_at"])
     announce_change(f"job:{job.id}")

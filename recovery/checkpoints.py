@@ -33,6 +33,7 @@ from recovery.domain.trust import (
 )
 from recovery.errors import CommandRefused, NotFound
 from recovery.models import CheckpointRow, GenerationRow, IncidentRow, Job, Node, SaveTrouble, StepRow
+from recovery.snapshots import forget_job
 from recovery.store import from_json
 from recovery.store.situations import load_generations, load_trust
 from recovery.store.timelines import append_entries
@@ -43,8 +44,8 @@ log = logging.getLogger(__name__)
 TROUBLES_KEPT = 200
 """Rows of one job; the job's own counters know of all."""
 _JUDGED_AT_ONCE = 20
-_DAMAGED = "CheckpointDamaged"
-"""The training side's name for files that are not what their manifest says."""
+_DAMAGED, _MISSING = "CheckpointDamaged", "CheckpointMissing"
+"""The training side's names for files that are not what their manifest says, and for those that are not there."""
 
 
 # --- Facts ----------------------------------------------------------------------------------------------------------
@@ -65,7 +66,10 @@ def note_rehashed(generation: GenerationRow, fact: CheckpointRehashed, *, at: fl
 
 def note_refused_load(generation: GenerationRow, detail: str, *, at: float) -> None:
     """A rank died before its first step; if its last words are that the checkpoint is damaged, it is not used again."""
-    parent = from_json(generation.plan, RecoveryPlan).parent
+    plan = from_json(generation.plan, RecoveryPlan)
+    parent = plan.parent
+    if parent is not None and plan.parent_in_memory and (_DAMAGED in detail or _MISSING in detail):
+        forget_job(generation.job_id)  # from here on only the disk is counted on, until ranks keep something again
     if parent is None or _DAMAGED not in detail:
         return
     row = CheckpointRow.objects.filter(

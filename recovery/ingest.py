@@ -36,10 +36,11 @@ from agents.protocol.messages import (
     RankStarted,
     SaveInTrouble,
     SeenPhase,
+    SnapshotKept,
     StepReports,
     StopProof,
 )
-from recovery import checkpoints, drills, proofs
+from recovery import checkpoints, drills, proofs, snapshots
 from recovery.domain.diagnosis import diagnose
 from recovery.domain.generations import NONFINITE_STEPS, FenceProof, LeaseLimits
 from recovery.domain.instructions import JOB_ENDS
@@ -217,6 +218,7 @@ def _store(batch: _Batch, fact: FromAgent) -> None:
         | RankResumed
         | CheckpointSaved
         | CheckpointRehashed
+        | SnapshotKept
         | SaveInTrouble
         | RankPhase
         | RankFinished
@@ -246,6 +248,9 @@ def _store(batch: _Batch, fact: FromAgent) -> None:
             _store_checkpoint(batch, generation, fact)
         case CheckpointRehashed():
             checkpoints.note_rehashed(generation, fact, at=batch.server_time(fact.at))
+        case SnapshotKept():
+            if _fenced_elsewhere_at(batch, generation) is None:
+                snapshots.note_kept(generation, batch.node, fact, at=batch.server_time(fact.at))
         case SaveInTrouble():
             checkpoints.note_trouble(generation, fact, at=batch.server_time(fact.at))
         case AssignmentReport():

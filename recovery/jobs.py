@@ -71,7 +71,7 @@ def capture_spec(spec: Mapping[str, Any]) -> dict[str, Any]:
     known = {
         "name", "argv", "working_directory", "environment", "nodes", "ranks_per_node", "total_steps",
         "checkpoint_directory", "user", "stop_limit_s", "synchronous", "phase_limits_s", "save_every",
-        "last_good_limit_s",
+        "last_good_limit_s", "memory_every", "memory_partner",
     }  # fmt: skip
     unknown = sorted(set(spec) - known)
     if unknown:
@@ -91,7 +91,9 @@ def capture_spec(spec: Mapping[str, Any]) -> dict[str, Any]:
         "stop_limit_s": _seconds(spec, "stop_limit_s", default=30.0),
         "synchronous": _flag(spec, "synchronous", default=True),
         "phase_limits_s": _phase_limits(spec),
-        "save_every": _save_every(spec),
+        "save_every": _interval(spec, "save_every"),
+        "memory_every": _interval(spec, "memory_every"),
+        "memory_partner": _flag(spec, "memory_partner", default=False),
         "last_good_limit_s": None
         if spec.get("last_good_limit_s") is None
         else _seconds(spec, "last_good_limit_s", default=0.0),
@@ -161,13 +163,13 @@ def _count(spec: Mapping[str, Any], field: str, *, default: int, most: int) -> i
     return value
 
 
-def _save_every(spec: Mapping[str, Any]) -> int | str | None:
+def _interval(spec: Mapping[str, Any], name: str) -> int | str | None:
     """Steps between saves, `auto` for what costs least, None where the script says."""
-    value = spec.get("save_every")
+    value = spec.get(name)
     if value is None or value == AUTO:
         return value
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 2**31 - 1:
-        raise JobRefused(f"save_every must be a number of steps, 1 or more, or {AUTO!r}, not {value!r:.60}.")
+        raise JobRefused(f"{name} must be a number of steps, 1 or more, or {AUTO!r}, not {value!r:.60}.")
     return value
 
 

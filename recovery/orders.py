@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from agents.protocol.messages import (
     Assignment,
@@ -16,11 +18,14 @@ from agents.protocol.messages import (
 )
 from recovery.domain.plan import RecoveryPlan
 from recovery.models import Drill, Node, Probe, ShareRow
+from recovery.snapshots import memory_of
 from recovery.store import from_json
 from recovery.strays import stop_orders
 
 SAVE_EVERY = "EVERSTEP_SAVE_EVERY"
 """What the training side reads its interval from; it overrides what the script says."""
+MEMORY_EVERY, MEMORY_PARTNER = "EVERSTEP_MEMORY_EVERY", "EVERSTEP_MEMORY_PARTNER"
+"""The same for snapshots in the nodes' memory, and for copies of them on other nodes."""
 
 
 def order_for(node_id: int) -> Order:
@@ -67,7 +72,18 @@ def order_for(node_id: int) -> Order:
             )
             for probe in probes
         ],
+        memory_of=memory_of(node),
     )
+
+
+def _wishes_for_saving(spec: Mapping[str, Any], plan: RecoveryPlan) -> dict[str, str]:
+    """Jobs of an earlier release say nothing of memory."""
+    wanted = {
+        SAVE_EVERY: plan.save_every,
+        MEMORY_EVERY: str(spec.get("memory_every") or ""),
+        MEMORY_PARTNER: "1" if spec.get("memory_partner") else "",
+    }
+    return {name: value for name, value in wanted.items() if value}
 
 
 def _assignment(share: ShareRow) -> Assignment:
@@ -85,7 +101,7 @@ def _assignment(share: ShareRow) -> Assignment:
         launch=LaunchSpec(
             argv=spec["argv"],
             working_directory=spec["working_directory"],
-            environment={**spec["environment"], **({SAVE_EVERY: plan.save_every} if plan.save_every else {})},
+            environment={**spec["environment"], **_wishes_for_saving(spec, plan)},
             user=spec["user"],
             run_id=plan.run_id,
             node_rank=share.node_rank,
@@ -98,6 +114,7 @@ def _assignment(share: ShareRow) -> Assignment:
             checkpoint_directory=spec["checkpoint_directory"],
             parent_generation=plan.parent.generation if plan.parent else None,
             parent_step=plan.parent.step if plan.parent else None,
+            parent_in_memory=plan.parent_in_memory,
             stop_limit_s=spec["stop_limit_s"],
         ),
     )

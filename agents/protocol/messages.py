@@ -233,6 +233,8 @@ class LaunchSpec(Message, frozen=True, kw_only=True):
     parent_generation: int | None = None
     """Checkpoint to resume from; None means start from the beginning."""
     parent_step: int | None = None
+    parent_in_memory: bool = False
+    """The checkpoint to resume from is in the nodes' memory and need not be on disk."""
     expected_fingerprint: str = ""
     stop_limit_s: float = 30.0
 
@@ -382,6 +384,19 @@ class CheckpointRehashed(Message, frozen=True, kw_only=True, tag="checkpoint_reh
     """What is wrong with which file."""
 
 
+class SnapshotKept(Message, frozen=True, kw_only=True, tag="snapshot_kept"):
+    """A rank's part of a snapshot is in this node's memory, where it outlives the rank."""
+
+    job: Name
+    generation: Generation
+    rank: int
+    step: int
+    at: float
+    world_size: int
+    copy_of: int | None = None
+    """A rank of another node, whose part is here as well; None: nodes hold no copies for each other."""
+
+
 class SaveTroubleKind(StrEnum):
     FAILED = "failed"
     SKIPPED = "skipped"
@@ -524,6 +539,8 @@ class Order(Message, frozen=True, kw_only=True, tag="order"):
     assignments: list[Assignment] = []
     faults: list[FaultOrder] = []
     probes: list[ProbeOrder] = []
+    memory_of: list[Name] | None = None
+    """Jobs whose snapshots in this node's memory may be needed still; None: not known, so that nothing is removed."""
 
 
 class Ack(Message, frozen=True, kw_only=True, tag="ack"):
@@ -548,6 +565,7 @@ FromAgent = (
     | RankResumed
     | CheckpointSaved
     | CheckpointRehashed
+    | SnapshotKept
     | SaveInTrouble
     | RankPhase
     | RankFinished
@@ -566,6 +584,7 @@ DURABLE = (
     RankResumed,
     CheckpointSaved,
     CheckpointRehashed,
+    SnapshotKept,
     SaveInTrouble,
     RankPhase,
     RankFinished,

@@ -103,6 +103,19 @@ class SaveSkippedSaid(_FromRank, frozen=True, tag="save_skipped"):
     reason: _Reason = ""
 
 
+class KeptSaid(_FromRank, frozen=True, tag="kept"):
+    """The rank's part of a snapshot is in this node's memory, and with it that of the rank `copy_of`."""
+
+    step: _Count
+    world_size: _Positive
+    copy_of: _Count | None = None
+
+
+class NotKeptSaid(_FromRank, frozen=True, tag="not_kept"):
+    step: _Count
+    reason: _Reason = ""
+
+
 class FinishedSaid(_FromRank, frozen=True, tag="finished"):
     step: _Count
 
@@ -117,8 +130,8 @@ class PokeSaid(_Report, frozen=True, tag="poke"):
     """The runner asks to read its events again."""
 
 
-SaveNote = RehashedSaid | SaveFailedSaid | SaveSkippedSaid
-RankReport = StepSaid | ResumedSaid | SavedSaid | SaveNote | PhaseSaid | FinishedSaid
+SaveNote = RehashedSaid | SaveFailedSaid | SaveSkippedSaid | NotKeptSaid
+RankReport = StepSaid | ResumedSaid | SavedSaid | KeptSaid | SaveNote | PhaseSaid | FinishedSaid
 Said = RankReport | PokeSaid
 
 

@@ -32,6 +32,7 @@ def rank_environment(
     socket: Path,
     run_directory: Path,
     log_directory: Path,
+    memory: Path,
     lease: LeaseFiles | None,
 ) -> dict[str, str]:
     """All that the runner and every rank of it find; what is a rank's own, the runner adds."""
@@ -46,6 +47,7 @@ def rank_environment(
         "EVERSTEP_RESUME": resume,
         "EVERSTEP_RUN_DIR": str(run_directory),
         "EVERSTEP_LOG_DIR": str(log_directory),
+        "EVERSTEP_MEMORY_DIR": str(memory),
         MARK_VARIABLE: mark,
         **({} if lease is None else _lease_environment(lease)),
     }

@@ -16,12 +16,15 @@ from agents.protocol.messages import (
     RankResumed,
     SaveInTrouble,
     SaveTroubleKind,
+    SnapshotKept,
     StateProbe,
     StepReport,
     StepReports,
 )
 from agents.sensors.rank_reports import (
     FinishedSaid,
+    KeptSaid,
+    NotKeptSaid,
     PhaseSaid,
     RankReport,
     RehashedSaid,
@@ -48,6 +51,8 @@ class Progress:
     step: dict[int, int] = field(default_factory=dict)
     finished: dict[int, int] = field(default_factory=dict)
     saved: set[int] = field(default_factory=set)
+    kept: dict[int, int] = field(default_factory=dict)
+    """Rank to the step of its newest snapshot in memory. An agent's next life tells it again, which does no harm."""
     save_notes: set[str] = field(default_factory=set)
     """What was said of saves beside their success: `told.note_key`."""
     phase_at: dict[int, float] = field(default_factory=dict)
@@ -112,7 +117,12 @@ class Intake:
                 self.progress.saved.add(said.step)
                 if said.rank == 0:  # the others note it in their own logs; one word to the server is enough
                     self._pass_on(self._saved(said))
-            case RehashedSaid() | SaveFailedSaid() | SaveSkippedSaid():
+            case KeptSaid():
+                if said.step <= self.progress.kept.get(said.rank, -1):
+                    return True
+                self.progress.kept[said.rank] = said.step
+                self._pass_on(self._kept(said))
+            case RehashedSaid() | SaveFailedSaid() | SaveSkippedSaid() | NotKeptSaid():
                 note = self._note(said)
                 if note_key(note) in self.progress.save_notes:
                     return True
@@ -218,6 +228,17 @@ class Intake:
             blocked_s=said.blocked_s,
         )
 
+    def _kept(self, said: KeptSaid) -> SnapshotKept:
+        return SnapshotKept(
+            job=self._job,
+            generation=self._generation,
+            rank=said.rank,
+            step=said.step,
+            at=said.at,
+            world_size=said.world_size,
+            copy_of=said.copy_of,
+        )
+
     def _note(self, said: SaveNote) -> CheckpointRehashed | SaveInTrouble:
         if isinstance(said, RehashedSaid):
             return CheckpointRehashed(
@@ -238,5 +259,5 @@ class Intake:
             at=said.at,
             kind=SaveTroubleKind.FAILED if failed else SaveTroubleKind.SKIPPED,
             attempt=said.attempt if isinstance(said, SaveFailedSaid) else 1,
-            reason=said.reason,
+            reason=f"not kept in memory: {said.reason}" if isinstance(said, NotKeptSaid) else said.reason,
         )

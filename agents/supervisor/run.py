@@ -47,6 +47,7 @@ from agents.supervisor.fingerprint import Fingerprint, ask_interpreter, take_fin
 from agents.supervisor.intake import Intake
 from agents.supervisor.launch_file import LEASE_PROTOCOL, RUNNER_PROTOCOLS, choose_protocol, launch_file
 from agents.supervisor.lease import Lease, LeaseFiles
+from agents.supervisor.memory_places import MemoryPlaces
 from agents.supervisor.ports import PORT_BUSY, PortReservations
 from agents.supervisor.process_table import carries_mark
 from agents.supervisor.processes import RunnerProcess
@@ -77,6 +78,7 @@ class Workplace:
     records: RunRecords
     ports: PortReservations
     groups: NodeGroups | None
+    memory: MemoryPlaces
     socket: Path
     environment: Mapping[str, str]
     driver: Callable[[], str]
@@ -327,8 +329,8 @@ class Run:
                 f"put it on storage that all nodes share.",
                 reason="working_directory",
             )
-        if launch.parent_generation is None or launch.parent_step is None:
-            return
+        if launch.parent_generation is None or launch.parent_step is None or launch.parent_in_memory:
+            return  # parts that are in memory are the ranks' to find, together
         if not is_complete(launch.checkpoint_directory, launch.parent_generation, launch.parent_step):
             raise CheckFailed(
                 f"Checkpoint {launch.parent_generation}:{launch.parent_step} is not complete in "
@@ -362,6 +364,7 @@ class Run:
             socket=place.socket,
             run_directory=self._files.directory,
             log_directory=self._files.logs,
+            memory=place.memory.place(self.job, uid=account.uid),
             lease=lease,
         )
         if self._group is not None:

@@ -38,6 +38,7 @@ class Supervisor:
         self._proving: set[Key] = set()
         self._wanted: Sequence[Assignment] = ()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._cleaning: asyncio.Task[None] | None = None
 
     @property
     def busy(self) -> bool:
@@ -90,6 +91,18 @@ class Supervisor:
         self.reconcile()
         self._raise_leases()
         self._pass_wishes_on()
+
+    def clean_memory(self, needed: Sequence[str]) -> None:
+        """Remove the snapshots in memory of all jobs but these and those that are here, in a thread: it takes time."""
+        here = {run.job for run in self._runs.values() if run.phase not in _ENDED}
+        keep = {*needed, *here, *(assignment.job for assignment in self._wanted)}
+        if self._cleaning is None or self._cleaning.done():
+            self._cleaning = self._spawn(self._clean_memory(keep))
+
+    async def _clean_memory(self, keep: set[str]) -> None:
+        removed = await asyncio.to_thread(self._place.memory.clean, keep)
+        if removed:
+            log.info("snapshots in memory removed", jobs=removed)
 
     def note_contact(self, sent_ns: int) -> None:
         """The server has written down that it heard what this node sent at `sent_ns` (CLOCK_BOOTTIME).
@@ -260,10 +273,11 @@ class Supervisor:
         self._others[assignment.job, assignment.generation] = report
         self._place.emit(report)
 
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+    def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)
+        return task
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

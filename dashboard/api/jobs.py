@@ -61,6 +61,12 @@ class JobRequest(Request):
     save_every: Annotated[int, Field(ge=1)] | Literal["auto"] | None = Field(
         default=None, description="Steps between saves; `auto`: what costs least; null: the script decides."
     )
+    memory_every: Annotated[int, Field(ge=1)] | Literal["auto"] | None = Field(
+        default=None,
+        description="Steps between snapshots in the nodes' memory; `auto`: as often as they hold training up for less "
+        "than 1 %; null: the script decides.",
+    )
+    memory_partner: bool = Field(default=False, description="Each node's snapshots are kept on another node as well.")
     last_good_limit_s: float | None = Field(
         default=None, gt=0, le=86_400, description="Age of the last good checkpoint at which a human is told."
     )

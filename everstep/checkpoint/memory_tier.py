@@ -40,13 +40,13 @@ class MemorySettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """A snapshot of which this rank's part (and the copies it takes part in) is complete; or why it is not."""
+    """A snapshot of which this rank's part is complete; or why it is not. copy_of: the rank whose part came along."""
 
     name: CheckpointName
     problem: str
     size_bytes: int
     seconds: float
-    copied: bool
+    copy_of: int | None
 
 
 class MemoryTier:
@@ -110,7 +110,7 @@ class MemoryTier:
         found = choose_partners(places, self._team.rank)
         if isinstance(found, str):  # the same on all ranks
             return f"copies on a partner node were asked for, but {found}"
-        group = self._team.apart()
+        self._partners, group = found, self._team.apart()
         assert group is not None
         self._copies = PartnerCopies(
             group, found, self._settings.root, lambda name, problem: self._copied.put((name, problem))
@@ -173,7 +173,7 @@ class MemoryTier:
                 problem=problem,
                 size_bytes=size_bytes,
                 seconds=time.monotonic() - self._began,
-                copied=self._copies is not None,
+                copy_of=None if self._partners is None else self._partners.from_rank,
             )
         )
 

@@ -50,7 +50,8 @@ _UNHASHED = _Unhashed()
 class News:
     """What became of a save. `problem` is "" where all went well; sizes in bytes, times in seconds.
 
-    kept: this rank's part of a snapshot is in memory. not_kept: it is not, or not copied; `save_time_s` is 0 then.
+    kept: this rank's part of a snapshot is in memory, and a copy of that of the rank `copy_of`, if there are copies.
+    not_kept: something of that is not.
     """
 
     kind: Literal["saved", "failed", "skipped", "rehashed", "kept", "not_kept"]
@@ -59,6 +60,7 @@ class News:
     size_bytes: int = 0
     save_time_s: float = 0.0
     note: str = ""
+    copy_of: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -366,7 +368,7 @@ class Saver:
                         problem=kept.problem,
                         size_bytes=kept.size_bytes,
                         save_time_s=kept.seconds,
-                        note="copied" if kept.copied else "",
+                        copy_of=kept.copy_of,
                     )
                 )
         found, self._news = self._news, []

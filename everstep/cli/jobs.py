@@ -84,6 +84,15 @@ def _add_submit(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "--save-every", metavar="N|auto", help="steps between saves, or what costs least; default: as the script says"
     )
     submit.add_argument(
+        "--memory-every",
+        metavar="N|auto",
+        help="steps between snapshots in the nodes' memory, or as often as they cost less than 1 %% of the time; "
+        "default: as the script says",
+    )
+    submit.add_argument(
+        "--memory-partner", action="store_true", help="keep each node's snapshots on another node as well"
+    )
+    submit.add_argument(
         "--last-good-limit",
         type=float,
         metavar="SECONDS",
@@ -121,7 +130,12 @@ def submit_job(args: argparse.Namespace) -> int:
 def job_request(args: argparse.Namespace, *, working_directory: Path) -> dict[str, Any]:
     """The body of the request: absolute paths, and an interpreter that is found now. Raises `WrongUsage`."""
     directory = (working_directory / (args.working_directory or "")).resolve()
-    optional = {"save_every": save_interval(args.save_every), "last_good_limit_s": args.last_good_limit}
+    optional = {
+        "save_every": step_interval(args.save_every, option="--save-every"),
+        "memory_every": step_interval(args.memory_every, option="--memory-every"),
+        "memory_partner": args.memory_partner or None,
+        "last_good_limit_s": args.last_good_limit,
+    }
     command: list[str] = args.command
     return {
         "name": args.name or script_name(command),
@@ -142,14 +156,14 @@ def job_request(args: argparse.Namespace, *, working_directory: Path) -> dict[st
     }
 
 
-def save_interval(text: str | None) -> int | str | None:
+def step_interval(text: str | None, *, option: str) -> int | str | None:
     """A number of steps, or `auto`. Raises `WrongUsage`."""
     if text is None or text == "auto":
         return text
     try:
         return int(text)
     except ValueError as err:
-        raise WrongUsage(f"--save-every {text!r} is neither a number of steps nor auto.") from err
+        raise WrongUsage(f"{option} {text!r} is neither a number of steps nor auto.") from err
 
 
 def node_count(text: str, *, multiple_of: int | None) -> int | dict[str, int]:

@@ -76,15 +76,15 @@ def _stop(situation: Situation, now: float) -> JobOutcome:
 def _place(situation: Situation, now: float) -> JobOutcome:
     """Plan a launch. A former one that was given up may have trained, unseen: then this one goes on from there."""
     job = situation.job
-    parent = parent_now(situation)
-    if isinstance(parent, NoCheckpoint):
-        return _wait_for_checkpoint(situation, parent, now)
     placed = choose_as_many(
         fleet=situation.fleet,
         job=job.id,
         sizes=possible_sizes(most=job.node_count, least=job.min_nodes, multiple_of=job.multiple_of),
         ranks_per_node=job.ranks_per_node,
     )
+    parent = parent_now(situation, nodes=() if isinstance(placed, NoCapacity) else placed.nodes)
+    if isinstance(parent, NoCheckpoint):
+        return _wait_for_checkpoint(situation, parent, now)
     if isinstance(placed, NoCapacity):
         return JobOutcome(instructions=(MarkJob(job=job.id, state=JobState.PENDING, reason=placed.reason),))
     master = situation.fleet.node(placed.nodes[0])
@@ -98,6 +98,7 @@ def _place(situation: Situation, now: float) -> JobOutcome:
         master_address=master.address if master else "",
         parent=parent.parent,
         parent_reason=parent.reason if situation.generations else "first launch",
+        parent_in_memory=parent.in_memory,
         placement_reason=placed.reason,
         lease=job.lease,
         save_every=job.save_every,
@@ -130,7 +131,7 @@ def _prepare(situation: Situation, now: float) -> JobOutcome:
     if blind or not generation.prepared or situation.unfenced_before(generation.number):
         overdue = now - situation.job.state_since > situation.policy.placing_s
         return _launch_failed(situation, "its nodes did not prepare in time") if overdue else JobOutcome()
-    best = parent_now(situation)
+    best = parent_now(situation, nodes=generation.plan.nodes)
     if isinstance(best, NoCheckpoint) or best.parent != generation.plan.parent:
         why = "A former launch had trained more than was known. Planning again."
         mark = MarkJob(job=situation.job.id, state=JobState.PENDING, reason=why)

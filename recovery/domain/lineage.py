@@ -22,6 +22,7 @@ class ParentChoice:
 
     parent: CheckpointRef | None
     reason: str
+    in_memory: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -61,6 +61,8 @@ class RecoveryPlan:
     parent: CheckpointRef | None
     parent_reason: str
     placement_reason: str
+    parent_in_memory: bool = False
+    """Its nodes hold the parent in memory; it need not be on disk."""
     lease: LeaseLimits | None = None
     """Terms with which its runners begin; None: they keep no lease."""
     save_every: str = ""

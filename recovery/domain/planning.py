@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from recovery.domain.incident import Incident, IncidentState
@@ -14,6 +15,7 @@ from recovery.domain.placement import NoCapacity, Placed, choose_as_many, possib
 from recovery.domain.plan import RecoveryPlan
 from recovery.domain.silence import Contact
 from recovery.domain.situation import Situation
+from recovery.domain.snapshots import newest_whole
 from recovery.domain.timeline import Entry, EntryKind, join_names
 
 S = IncidentState
@@ -21,10 +23,10 @@ S = IncidentState
 
 def make_plan(incident: Incident, situation: Situation) -> RecoveryPlan | NoCapacity | NoCheckpoint:
     """The plan of the next generation, or what is missing for it."""
-    parent = best_parent(incident, situation)
+    placed = _place(incident, situation)
+    parent = best_parent(incident, situation, nodes=placed.nodes if isinstance(placed, Placed) else ())
     if isinstance(parent, NoCheckpoint):
         return parent
-    placed = _place(incident, situation)
     if isinstance(placed, NoCapacity):
         return placed
     master = situation.fleet.node(placed.nodes[0])
@@ -38,28 +40,38 @@ def make_plan(incident: Incident, situation: Situation) -> RecoveryPlan | NoCapa
         master_address=master.address if master else "",
         parent=parent.parent,
         parent_reason=parent.reason,
+        parent_in_memory=parent.in_memory,
         placement_reason=placed.reason,
         lease=situation.job.lease,
         save_every=situation.job.save_every,
     )
 
 
-def best_parent(incident: Incident, situation: Situation) -> ParentChoice | NoCheckpoint:
-    """The checkpoint that the incident's next generation resumes from."""
-    return parent_now(situation, before_step=incident.roll_back_before)
+def best_parent(
+    incident: Incident, situation: Situation, *, nodes: Collection[str] = ()
+) -> ParentChoice | NoCheckpoint:
+    """The checkpoint that the incident's next generation resumes from on these nodes."""
+    return parent_now(situation, before_step=incident.roll_back_before, nodes=nodes)
 
 
 def parent_now(
-    situation: Situation, *, before_step: int | None = None, without: int | None = None
+    situation: Situation, *, before_step: int | None = None, without: int | None = None, nodes: Collection[str] = ()
 ) -> ParentChoice | NoCheckpoint:
-    """The checkpoint to resume from as things stand; `without` leaves out a generation that is being given up."""
-    return choose_parent(
+    """The checkpoint to resume from as things stand; `without` leaves out a generation that is being given up.
+
+    Without `nodes` it is one on disk; with them it may be a snapshot of which they hold every part in memory.
+    """
+    snapshot = newest_whole(situation.snapshots, nodes=nodes, fleet=situation.fleet)
+    choice = choose_parent(
         generations=tuple(g for g in situation.generations if g.number != without),
-        checkpoints=situation.checkpoints,
+        checkpoints=tuple(dict.fromkeys((*situation.checkpoints, *([] if snapshot is None else [snapshot])))),
         trust=situation.trust,
         reached_step=reached_step(situation.generations),
         before_step=before_step,
     )
+    if isinstance(choice, ParentChoice) and snapshot is not None and choice.parent == snapshot:
+        return replace(choice, in_memory=True, reason=f"{choice.reason}, held in the memory of its nodes")
+    return choice
 
 
 def _place(incident: Incident, situation: Situation) -> Placed | NoCapacity:
@@ -120,7 +132,9 @@ def plan_or_wait(incident: Incident, situation: Situation, now: float) -> Outcom
 
 def parent_words(plan: RecoveryPlan) -> str:
     """The checkpoint of a plan, in words."""
-    return "the beginning" if plan.parent is None else str(plan.parent)
+    if plan.parent is None:
+        return "the beginning"
+    return f"{plan.parent}, in memory" if plan.parent_in_memory else str(plan.parent)
 
 
 def is_stale(plan: RecoveryPlan, incident: Incident, situation: Situation) -> bool:
@@ -128,7 +142,7 @@ def is_stale(plan: RecoveryPlan, incident: Incident, situation: Situation) -> bo
     generation = situation.generation(plan.generation)
     if generation is None or generation.run_ordered:
         return False
-    best = best_parent(incident, situation)
+    best = best_parent(incident, situation, nodes=plan.nodes)
     return isinstance(best, NoCheckpoint) or best.parent != plan.parent
 
 

@@ -13,6 +13,7 @@ from recovery.domain.instructions import JobState
 from recovery.domain.plan import CheckpointRef, LeaseLimits
 from recovery.domain.policy import Policy
 from recovery.domain.sample_ledger import SampleLedger
+from recovery.domain.snapshots import SnapshotPart
 from recovery.domain.trust import Trust
 from recovery.domain.witnesses import ProbeView
 
@@ -73,6 +74,8 @@ class Situation:
     trust: Mapping[CheckpointRef, Trust]
     """How far each of them may be trusted, as of now."""
     fresh: FreshIds
+    snapshots: tuple[SnapshotPart, ...] = ()
+    """What nodes have said to hold in memory."""
     policy: Policy = field(default_factory=Policy)
     verdict: Verdict | None = None
     """Computed by the shell with `continuity.judge` while a new generation trains."""

@@ -4,7 +4,16 @@ from recovery.models.access import ApiToken, IdempotencyRecord, JoinToken
 from recovery.models.drills import Drill
 from recovery.models.fleet import FenceAction, Node, Observer, Probe
 from recovery.models.incidents import IncidentRow, TimelineEntry
-from recovery.models.jobs import CheckpointRow, GenerationRow, Job, RankRow, SaveTrouble, ShareRow, Stray
+from recovery.models.jobs import (
+    CheckpointRow,
+    GenerationRow,
+    Job,
+    RankRow,
+    SaveTrouble,
+    ShareRow,
+    SnapshotRow,
+    Stray,
+)
 from recovery.models.metrics import StepRow
 from recovery.models.work import Claim
 
@@ -25,6 +34,7 @@ __all__ = [
     "RankRow",
     "SaveTrouble",
     "ShareRow",
+    "SnapshotRow",
     "StepRow",
     "Stray",
     "TimelineEntry",

@@ -176,6 +176,27 @@ class CheckpointRow(models.Model):
         )
 
 
+class SnapshotRow(models.Model):
+    """One rank's part of a snapshot in one node's memory. Only the newest few of each rank and node are remembered."""
+
+    job = models.ForeignKey(Job, on_delete=models.CASCADE, related_name="snapshots")
+    node = models.ForeignKey("Node", on_delete=models.CASCADE, related_name="snapshots")
+    generation_number = models.IntegerField()
+    step = models.IntegerField()
+    world_size = models.IntegerField()
+    rank = models.IntegerField()
+    boot_id = models.CharField(max_length=100)
+    """Of the node when it told: its memory is lost with the boot."""
+    kept_at = models.FloatField()
+
+    class Meta:
+        constraints = (
+            models.UniqueConstraint(
+                fields=("job", "node", "generation_number", "step", "rank"), name="one_row_per_part_in_memory"
+            ),
+        )
+
+
 class SaveTrouble(models.Model):
     """A save that failed or was left out. Training went on, and the last good checkpoint stayed what it was."""
 

@@ -29,8 +29,9 @@ from recovery.domain.silence import (
     judge_silence,
 )
 from recovery.domain.situation import Command, FreshIds, JobView, Situation
+from recovery.domain.snapshots import SnapshotPart
 from recovery.domain.step_records import ResumeRecord, StateProbe, StepRecord
-from recovery.domain.trust import Health, Integrity, Trust, appraise
+from recovery.domain.trust import UNKNOWN, Health, Integrity, Trust, appraise
 from recovery.domain.witnesses import ProbeView
 from recovery.ids import fresh_id
 from recovery.models import (
@@ -43,6 +44,7 @@ from recovery.models import (
     Probe,
     RankRow,
     ShareRow,
+    SnapshotRow,
     StepRow,
     Stray,
 )
@@ -78,7 +80,9 @@ def load_situation(
     """
     at = time.time() if now is None else now
     generations = load_generations(job)
-    trust = appraise(load_trust(job.pk), generations)
+    on_disk = load_trust(job.pk)
+    snapshots = load_snapshots(job.pk)
+    trust = appraise({**{part.ref: UNKNOWN for part in snapshots}, **on_disk}, generations)
     situation = Situation(
         job=JobView(
             id=job.id,
@@ -96,7 +100,8 @@ def load_situation(
         ),
         fleet=fleet or load_fleet(at),
         generations=generations,
-        checkpoints=tuple(trust),
+        checkpoints=tuple(on_disk),
+        snapshots=snapshots,
         trust=trust,
         fresh=FreshIds(plan_id=fresh_id("plan"), run_id=fresh_id("run"), generation=job.generation + 1),
         command=Command(command) if command else None,
@@ -126,6 +131,21 @@ def load_trust(job_id: str) -> dict[CheckpointRef, Trust]:
         )
         for row in rows
     }
+
+
+def load_snapshots(job: str) -> tuple[SnapshotPart, ...]:
+    """What nodes have said to hold in memory for a job, and may still be resumed from."""
+    rows = SnapshotRow.objects.filter(job=job).select_related("node")
+    return tuple(
+        SnapshotPart(
+            ref=CheckpointRef(generation=row.generation_number, step=row.step),
+            world_size=row.world_size,
+            rank=row.rank,
+            node=row.node.name,
+            boot_id=row.boot_id,
+        )
+        for row in rows
+    )
 
 
 def _node_counts(spec: dict[str, Any]) -> dict[str, Any]:

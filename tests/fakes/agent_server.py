@@ -48,6 +48,7 @@ class FakeAgentServer:
         self.beats: list[float] = []
         """When each heartbeat was answered (CLOCK_BOOTTIME, seconds)."""
         self.probes: Sequence[ProbeOrder] = ()
+        self.memory_of: list[str] | None = None
         self.credentials: dict[str, str] = {}
         self.joins: list[dict[str, str]] = []
         self.hellos: list[Hello] = []
@@ -111,6 +112,7 @@ class FakeAgentServer:
             assignments=list(self._assignments),
             faults=list(self._faults),
             probes=list(self.probes),
+            memory_of=self.memory_of,
         )
 
     def push(self, message: Message) -> None:

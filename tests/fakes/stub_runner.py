@@ -1,12 +1,12 @@
 """A runner and its ranks without torch: keeps the contract of `launch.json`, `events.jsonl` and the ranks' datagrams.
 
 What the ranks do is chosen by the job's environment: STUB_STEPS (end well after that many), STUB_STEP_S (seconds for
-each step), STUB_SAVE_EVERY, STUB_GHOST (a file: a grandchild that nothing gentle ends writes its process id there),
-STUB_EXIT (code of rank 0 after three steps), STUB_MUTE (rank 0 sends nothing, it only logs), STUB_TALK (a directory:
-ranks 0 and 1 talk to each other over TCP as `talking_rank` says), STUB_HANG (a file that rank 0 reads after three
-steps), STUB_STUBBORN (rank 0 ignores SIGTERM and has a child in a session of its own that does), STUB_PHASES (ranks
-tell that they save), STUB_LEASE_EXPIRED (after so many seconds the runner says that its lease ran out, kills its ranks
-and ends).
+each step), STUB_SAVE_EVERY, STUB_KEEP_EVERY (snapshots that it says to keep in memory), STUB_GHOST (a file: a
+grandchild that nothing gentle ends writes its process id there), STUB_EXIT (code of rank 0 after three steps),
+STUB_MUTE (rank 0 sends nothing, it only logs), STUB_TALK (a directory: ranks 0 and 1 talk to each other over TCP as
+`talking_rank` says), STUB_HANG (a file that rank 0 reads after three steps), STUB_STUBBORN (rank 0 ignores SIGTERM and
+has a child in a session of its own that does), STUB_PHASES (ranks tell that they save), STUB_LEASE_EXPIRED (after so
+many seconds the runner says that its lease ran out, kills its ranks and ends).
 """
 
 import collections
@@ -124,6 +124,8 @@ def rank(directory: Path, number: int) -> None:
         if number == 0 and step % int(os.environ.get("STUB_SAVE_EVERY", "20")) == 0:
             save(launch, step)
             tell("saved", step=step, directory="somewhere", size_bytes=1, world_size=launch["world_size"])
+        if step % int(os.environ.get("STUB_KEEP_EVERY", "1000000")) == 0:
+            tell("kept", step=step, world_size=launch["world_size"], copy_of=None, size_bytes=1, save_time_s=0.1)
         if "STUB_EXIT" in os.environ and number == 0 and step == start + 3:
             os._exit(int(os.environ["STUB_EXIT"]))
     tell("finished", step=steps)
