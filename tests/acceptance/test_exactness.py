@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from exactness.case import TIERS, Job, Scale, run_case, run_uninterrupted
+from exactness.case import run_case, run_uninterrupted
 from exactness.comparison import Record, differences
 from exactness.faults import ON_DISK, Kind, draw_faults
+from exactness.jobs import TIERS, Job, Scale
 from exactness.moments import SaveWatch
 from exactness.script import FORGETS
 from exactness.starting import warm_up

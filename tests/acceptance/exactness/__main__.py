@@ -14,7 +14,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from exactness.case import JOBS, Result, Scale, run_case, run_uninterrupted, tiers_of
+from exactness.case import Result, run_case, run_uninterrupted
+from exactness.jobs import JOBS, Scale, tiers_of
 from exactness.script import FORGETS
 from exactness.starting import warm_up
 

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from pathlib import Path
@@ -115,6 +116,7 @@ def _become_rank(launch: Launch, *, rank: int, local: int) -> None:
     try:
         os.setsid()
         signal.set_wakeup_fd(-1)
+        tempfile.tempdir = None  # what TMPDIR says now
         os.environ |= {
             "RANK": str(rank),
             "LOCAL_RANK": str(local),
