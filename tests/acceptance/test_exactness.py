@@ -87,7 +87,7 @@ def test_one_bit_or_one_step_more_or_less_is_a_difference(whole: Record) -> None
 def test_final_state_holds_every_part_of_each_rank(whole: Record) -> None:
     for rank in range(2):
         parts = {path.split("/")[1] for path in whole.final[rank]}
-        assert parts == {"model", "optimizer", "scheduler", "sampler", "rng", "steps"}
+        assert parts == {"model", "optimizer", "scheduler", "sampler", "scaler", "averages", "rng", "steps"}
     mine, theirs = whole.final[0], whole.final[1]
     differing = {path.split("/")[1] for path in mine if mine[path] != theirs[path]}
     assert differing == {"model", "rng"}, "batch averages and generators are each rank's own"

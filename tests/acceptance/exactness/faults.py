@@ -154,7 +154,8 @@ def _kill(fault: Fault, live: Live) -> str:
 def _terminate(fault: Fault, live: Live) -> Fired:
     told_at = live.last_step()
     codes = live.terminate(fault.rank, limit_s=_TERM_LIMIT_S)
-    if set(codes.values()) != {TERM_EXIT_CODE}:
+    # On a busy machine torch elastic may lose patience with the others once the first has left; all is saved by then.
+    if TERM_EXIT_CODE not in codes.values() or not set(codes.values()) <= {TERM_EXIT_CODE, None}:
         raise DidNotHappen(f"after SIGTERM to rank {fault.rank} the ranks ended with {codes}")
     step = live.last_step()
     if not live.is_complete(step):

@@ -155,7 +155,7 @@ class Live:
         return f"writer of node {node}"
 
     def terminate(self, rank: int, *, limit_s: float) -> dict[int, int | None]:
-        """SIGTERM to one rank; each rank's exit code once all have ended."""
+        """SIGTERM to one rank; each rank's exit code once all have ended, None where it was killed."""
         os.kill(self.ranks()[rank], signal.SIGTERM)
         ranks = range(self.world_size)
         exits = self._wait(

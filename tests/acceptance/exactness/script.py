@@ -1,8 +1,8 @@
 """The training script of `make exactness`: everything that a resume can lose, in a model of a few thousand weights.
 
-Dropout, batch averages that differ between ranks, AdamW, a schedule that computes each rate from the one before,
-accumulated gradients, draws from all three generators, and random augmentation in the loader. Runs as a script under
-the runner, and as a function in a forked rank.
+Dropout, batch averages that differ between ranks, AdamW, a schedule that computes each rate from the one before, a
+scaler that grows, averaged weights, accumulated gradients, draws from all three generators, and random augmentation in
+the loader. Runs as a script under the runner, and as a function in a forked rank.
 """
 
 from __future__ import annotations
@@ -83,7 +83,26 @@ def gradients_kept_back(model: nn.Module, kept_back: bool) -> Iterator[None]:
         yield
 
 
-def forward_backward(model: nn.Module, batch: SpannedBatch) -> Tensor:
+class Averages:
+    """A moving average of the weights, as many scripts keep one: state of the user's own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._averages = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        for name, weight in self._model.named_parameters():
+            self._averages[name].mul_(0.9).add_(weight, alpha=0.1)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return dict(self._averages)
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self._averages = {name: average.clone() for name, average in state.items()}
+
+
+def forward_backward(model: nn.Module, scaler: torch.amp.GradScaler, batch: SpannedBatch) -> Tensor:
     """The loss of one step; draws from each generator."""
     features, wanted = batch.data
     total = torch.zeros(())
@@ -93,7 +112,7 @@ def forward_backward(model: nn.Module, batch: SpannedBatch) -> Tensor:
             noisy = x + 0.01 * torch.randn_like(x)
             target = y + 0.01 * float(np.random.standard_normal())
             loss = (model(noisy) - target).square().mean() * (1 + 0.01 * random.random()) / MICRO_BATCHES
-            loss.backward()
+            scaler.scale(loss).backward()
             total += loss.detach()
     return total
 
@@ -110,19 +129,24 @@ def train(arguments: argparse.Namespace) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
     scheduler = CosineAnnealingLR(optimizer, T_max=arguments.steps, eta_min=1e-4)
     sampler = new_sampler(arguments)
-    run.track(model=model, optimizer=optimizer, scheduler=scheduler, sampler=sampler)
-    run.warm_up(lambda: forward_backward(model, next(iter(new_loader(arguments, sampler, workers=0)))))
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=9)
+    averages = Averages(model)
+    run.track(model=model, optimizer=optimizer, scheduler=scheduler, sampler=sampler, scaler=scaler, averages=averages)
+    run.warm_up(lambda: forward_backward(model, scaler, next(iter(new_loader(arguments, sampler, workers=0)))))
     if run.resume() and arguments.forget:
         sampler = forget(arguments, run, optimizer, sampler)
     loader = new_loader(arguments, sampler, workers=arguments.workers)
     for _, batch in zip(run.steps(), run.batches(loader), strict=False):
         started = time.monotonic()
         optimizer.zero_grad(set_to_none=True)
-        loss = forward_backward(model, batch)
+        loss = forward_backward(model, scaler, batch)
+        scaler.unscale_(optimizer)
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         rate = scheduler.get_last_lr()[0]
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         scheduler.step()
+        averages.follow()
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         run.report(loss=loss, learning_rate=rate, grad_norm=norm, span=batch.span)
         time.sleep(max(0.0, arguments.step_time - (time.monotonic() - started)))
@@ -132,6 +156,8 @@ def train(arguments: argparse.Namespace) -> None:
             "optimizer": optimizer.state_dict(),
             "scheduler": scheduler.state_dict(),
             "sampler": sampler.state_dict(),
+            "scaler": scaler.state_dict(),
+            "averages": averages.state_dict(),
             "rng": {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()},
             "steps": run.step,
         }
