@@ -12,7 +12,8 @@ CASES ?= 200
 SCRATCH := EVERSTEP_HOME=$(CURDIR)/.venv/scratch
 
 .PHONY: help install demo demo-check drills single-node shrink check check-format check-lint check-types check-imports \
-	check-unit test test-parts test-systems test-pages proof planted-bugs corruptions chaos simulate silence openapi lock clean
+	check-unit test test-parts test-systems test-pages proof planted-bugs \
+	corruptions exactness chaos simulate silence openapi lock clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
@@ -91,6 +92,9 @@ planted-bugs: $(VENV) ## resumes with a bug in them are found and named, clean o
 
 corruptions: $(VENV) ## real checkpoints damaged in every way, and saves to failing storage: none is taken wrongly. CASES=200 SEED=1
 	@OMP_NUM_THREADS=1 PYTHONPATH=.:tests/acceptance $(BIN)/python -m corruptions --seed $(SEED) --cases $(CASES)
+exactness: $(VENV) ## 300 steps with 5 faults end bit for bit where an uninterrupted run ends. SEED=1, BUG=optimizer
+	@OMP_NUM_THREADS=1 PYTHONPATH=.:tests/acceptance $(BIN)/python -m exactness --seed $(SEED) \
+		$(if $(BUG),--bug $(BUG)) $(if $(ONLY),--only "$(ONLY)")
 
 proof: install ## every long proof in full, one table at the end (about half an hour). SEED=1
 	@.ci/apt

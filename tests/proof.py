@@ -52,6 +52,10 @@ PROOFS = [
     Proof("24 node-days of heartbeats", ["silence"], ["false_lost", "breaker_openings", "silences", "detect_p99_s"]),
     Proof("bugs planted in resumes", ["planted-bugs"], ["planted", "found", "clean", "false_alarms"]),
     Proof("damaged checkpoints, failing storage", ["corruptions"], ["cases", "accepted_bad", "refused_good"]),
+    Proof(
+        "runs that end bit for bit as uninterrupted", ["exactness"], ["cases", "identical", "faults", "steps_replayed"]
+    ),
+    Proof("exactness finds BUG=rng", ["exactness", "BUG=rng", "ONLY=4 ranks on 2 nodes"], fails_with="loss_hex"),
     Proof("demo-check", ["demo-check"], ["state", "continuity", "steps_lost", "steps_compared", "caught_up_s"]),
     planted("optimizer", "the optimizer was not restored"),
     planted("scheduler", "the scheduler was not restored"),

@@ -44,6 +44,9 @@ class Generation:
     terms: of the lease that its runners keep; None for none.
     """
 
+    runner_stderr: int | None = None
+    """Where runners say what torch elastic thinks of each death; None: to this process's own."""
+
     def __init__(
         self,
         root: Path,
@@ -129,15 +132,17 @@ class Generation:
             path = directory / "launch.json"
             launch = json.loads(path.read_text())
             path.write_text(json.dumps({**launch, "master_port": launch["master_port"] or port}))
-            self.runners.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "everstep.elastic.runner", "--directory", str(directory)],
-                    start_new_session=True,
-                    env={**os.environ, "AGENT_SECRET": "not for ranks"},
-                    stdin=subprocess.DEVNULL,
-                )
-            )
+            self.runners.append(self.start_runner(directory))
         return self
+
+    def start_runner(self, directory: Path) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "everstep.elastic.runner", "--directory", str(directory)],
+            start_new_session=True,
+            env={**os.environ, "AGENT_SECRET": "not for ranks"},
+            stdin=subprocess.DEVNULL,
+            stderr=self.runner_stderr,
+        )
 
     def __exit__(self, *_: object) -> None:
         for runner in self.runners:

@@ -1,0 +1,1 @@
+"""`make exactness`: after any fault a run ends where an uninterrupted run ends, bit for bit."""
