@@ -117,11 +117,16 @@ class MemoryTier:
         )
         return ""
 
-    def order(self, name: CheckpointName) -> dict[str, Any]:
-        """What the writer needs to keep this rank's part; what is not kept is removed first."""
+    def order(self, name: CheckpointName, *, flushed: CheckpointName | None) -> dict[str, Any]:
+        """What the writer needs to keep this rank's part; what is not kept is removed first.
+
+        flushed: the snapshot that is being copied to disk from memory, if there is one.
+        """
         settings = self._settings
         self._under_way, self._began, self._part = name, time.monotonic(), ("", 0)
         keep = [(name, settings.token), *([] if self._whole is None else [self._whole])]
+        if flushed is not None:
+            keep.append((flushed, settings.token))
         return {
             "root": str(settings.root),
             "token": settings.token,

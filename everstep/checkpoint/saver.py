@@ -131,9 +131,10 @@ class Saver:
         self._layout: Layout | None = None
         self._planned_for: tuple[Signature, frozenset[str]] | None = None
         self._part_of: CheckpointName | None = None
-        """The save whose part of this rank is being written: its memory is in use."""
+        """The save whose part of this rank is being written: from the copy, which is then in use, or from memory."""
+        self._part_from_copy = True
         self._memory_part_of: CheckpointName | None = None
-        """The same for the snapshot in memory."""
+        """The snapshot in memory whose part is being written, always from the copy."""
         self._publishing: CheckpointName | None = None
         self._memory = None if settings.memory is None else MemoryTier(settings.memory, team)
         self._memory_measured = False
@@ -146,11 +147,11 @@ class Saver:
     @property
     def busy(self) -> bool:
         """Whether a save to disk is under way, or one to memory reads what was copied, as far as this rank knows."""
-        return self._copy_in_use or self._publishing is not None
+        return self._part_of is not None or self._memory_part_of is not None or self._publishing is not None
 
     @property
     def _copy_in_use(self) -> bool:
-        return self._part_of is not None or self._memory_part_of is not None
+        return self._memory_part_of is not None or (self._part_of is not None and self._part_from_copy)
 
     @property
     def _memory_busy(self) -> bool:
@@ -186,11 +187,12 @@ class Saver:
     ) -> bool:
         """Copy the state and leave the rest to the writer; False where nothing was begun, and `news` says why.
 
-        A collective. Never raises for what storage or a state does: training goes on. A snapshot in memory waits for
-        nothing: it is skipped while an earlier save needs the copy. `look` is shown the collected states.
+        A collective. Never raises for what storage or a state does: training goes on. Where snapshots are kept in
+        memory, each save goes there first, and to disk from there. One for memory alone waits for nothing: it is
+        skipped while an earlier save needs the copy. `look` is shown the collected states.
         """
         taken, problem = _attempt(lambda: self._capture(tracked, look))
-        to_memory = to_memory and self.keeps_in_memory
+        to_memory = (to_memory or to_disk) and self.keeps_in_memory
         statements = self._until_free(name, taken, problem, to_disk=to_disk)
         if statements is None:
             return False
@@ -373,7 +375,7 @@ class Saver:
             return len(text)
 
         described_bytes, problem = _attempt(copy)
-        memory = self._memory.order(name) if self._memory is not None and to_memory else None
+        memory = self._memory.order(name, flushed=self._part_of) if self._memory is not None and to_memory else None
         if aside is not None:
             self._lost = None
             self._publishing = name if self._team.leads else None
@@ -386,7 +388,8 @@ class Saver:
             return
         # What was copied may have waited for a frozen process: the writer counts from here on.
         held_ns = settings.look_at_lease() if settings.look_at_lease else None
-        self._part_of = name if aside is not None else None
+        if aside is not None:
+            self._part_of, self._part_from_copy = name, True
         self._memory_part_of = name if memory is not None else None
         sent = self._send(
             {
@@ -478,6 +481,8 @@ class Saver:
                 self._memory_part_of = None
                 assert self._memory is not None
                 self._memory.written(name, problem, size_bytes=message["size_bytes"])
+                if self._part_of == name and not problem:
+                    self._part_from_copy = False
             case "part":
                 self._part_of = None
                 if problem:

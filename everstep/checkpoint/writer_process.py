@@ -25,7 +25,7 @@ from everstep.checkpoint.manifest import CheckpointName, Manifest
 from everstep.checkpoint.memory import Held, keep_only, keep_part
 from everstep.checkpoint.publish import Publication, discard, publish, tell_done, tell_failed
 from everstep.checkpoint.retention import remove_expired
-from everstep.checkpoint.shards import BLOCK_BYTES, Pace, Part, with_patience, write_part
+from everstep.checkpoint.shards import BLOCK_BYTES, Pace, Part, copy_part, with_patience, write_part
 from everstep.checkpoint.verify import verify
 from everstep.checkpoint.wire import receive, send
 from everstep.checkpoint.write_test import write_test
@@ -121,16 +121,14 @@ class Connection:
             if job["op"] == "try":
                 self._try(job, name)
                 continue
-            if job["memory"] is not None:
-                self._keep(job, name)
+            kept = None if job["memory"] is None else self._keep(job, name)
             if job["aside"] is None:
                 continue
-            written = self._write(job, name)
-            if job["publication"] is not None and written:
-                # It waits for the slowest rank; this one's snapshots in memory do not.
-                threading.Thread(target=self._publish, args=(job, name), name="publish", daemon=True).start()
-            elif job["publication"] is not None:
-                discard(_publication(job, name))
+            if kept is None:
+                self._save(job, name, source=None)
+            else:
+                # From there it takes as long as the store needs, and the next snapshot does not wait for it.
+                threading.Thread(target=self._save, args=(job, name), kwargs={"source": kept}, daemon=True).start()
 
     def _try(self, job: dict[str, Any], name: CheckpointName) -> None:
         problem = ""
@@ -140,8 +138,14 @@ class Connection:
             problem = f"{type(err).__name__}: {err}"
         self.tell("tried", name, problem)
 
-    def _keep(self, job: dict[str, Any], name: CheckpointName) -> None:
-        """Put the part into memory, in place of the snapshots that are not needed any more."""
+    def _save(self, job: dict[str, Any], name: CheckpointName, *, source: Path | None) -> None:
+        """Bring the part to disk, from where it lies in memory or else from the rank's own copy, and publish."""
+        written = self._write(job, name, source=source)
+        if job["publication"] is not None:
+            self._publish(job, name) if written else discard(_publication(job, name))
+
+    def _keep(self, job: dict[str, Any], name: CheckpointName) -> Path | None:
+        """Put the part into memory, in place of the snapshots that are not needed any more; returns where it is."""
         order, root, memory = job["memory"], Path(job["memory"]["root"]), self._memory
         assert memory is not None
         part = Part(name=name, **job["part"])
@@ -166,8 +170,9 @@ class Connection:
         except Exception as err:  # whatever it is, the rank must hear of it
             problem = f"{type(err).__name__}: {err}"
         self.tell("memory", name, problem, size_bytes=size_bytes)
+        return None if problem else piece.directory(root)
 
-    def _write(self, job: dict[str, Any], name: CheckpointName) -> bool:
+    def _write(self, job: dict[str, Any], name: CheckpointName, *, source: Path | None) -> bool:
         part = Part(name=name, **job["part"])
         aside, began = Path(job["aside"]), time.monotonic()
         memory = self._memory
@@ -175,8 +180,9 @@ class Connection:
 
         def attempt() -> list[Any]:
             aside.mkdir(parents=True, exist_ok=True)
+            pace = _share(job)
             with self._node.one_at_a_time:
-                entries = write_part(aside, part, memory, _share(job))
+                entries = write_part(aside, part, memory, pace) if source is None else copy_part(source, aside, pace)
             tell_done(aside, part.rank, entries)
             return entries
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from everstep.checkpoint.lineage import lineage_token, newest_snapshot, record_lineage
-from everstep.checkpoint.manifest import CheckpointName, Manifest, write_manifest
+from everstep.checkpoint.manifest import CheckpointName, Manifest, read_manifest, write_manifest
 from everstep.checkpoint.memory import (
     Held,
     default_root,
@@ -21,7 +21,7 @@ from everstep.checkpoint.memory import (
     used_bytes,
     whole_snapshots,
 )
-from everstep.checkpoint.shards import Part
+from everstep.checkpoint.shards import Pace, Part, copy_part
 from everstep.errors import CheckpointMissing, SaveFailed
 
 TOKEN = "0a1b2c3d"
@@ -98,6 +98,17 @@ def test_failed_part_leaves_nothing(tmp_path: Path) -> None:
             may_publish=refuse,
         )
     assert not list(tmp_path.glob("*/generation-*/*"))
+
+
+def test_part_that_goes_to_disk_from_memory_is_the_same(tmp_path: Path) -> None:
+    piece, aside = held("1:20"), tmp_path / "aside"
+    keep(tmp_path, piece)
+    aside.mkdir()
+    entries = copy_part(piece.directory(tmp_path), aside, Pace(None))
+    assert tuple(entries) == read_manifest(piece.directory(tmp_path)).files
+    assert sorted(path.name for path in aside.iterdir()) == ["rank-00000.json", "shard-00000.bin"]
+    for path in aside.iterdir():
+        assert path.read_bytes() == (piece.directory(tmp_path) / path.name).read_bytes()
 
 
 def test_snapshot_is_whole_when_some_node_holds_each_part() -> None:
