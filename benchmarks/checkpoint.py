@@ -40,14 +40,17 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 import everstep
+from everstep.checkpoint import memory
 from everstep.checkpoint.arena import Arena
-from everstep.checkpoint.manifest import complete_checkpoints
+from everstep.checkpoint.manifest import CheckpointName, complete_checkpoints
+from everstep.checkpoint.memory_load import assemble, disband, look
 from everstep.checkpoint.reader import read_checkpoint
 from everstep.checkpoint.snapshot import put_back, take
 
 WIDTH = 512
 FLOOR = "plain copy into shared memory"
 OURS = "everstep"
+FROM_MEDIUM = "everstep, from disk, from the medium"
 Timed = tuple[float, float | None]
 """Seconds blocked, and seconds until durable where that means something."""
 
@@ -69,7 +72,11 @@ class Rivals:
         self._count = 0
         self._newest: dict[str, Path] = {}
         self.run = everstep.Run(
-            total_steps=total_steps, save_every=total_steps, checkpoint_directory=root / "ours", keep=1
+            total_steps=total_steps,
+            save_every=total_steps,
+            memory_every=total_steps,
+            checkpoint_directory=root / "ours",
+            keep=1,
         )
         self.run.track(model=self.model, optimizer=self.optimizer, scheduler=None, sampler=None)
         self.run.resume()
@@ -96,8 +103,17 @@ class Rivals:
         }
 
     @property
-    def loads(self) -> dict[str, Callable[[], float]]:
-        return {OURS: self.load, "torch.load": self.torch_load, "DCP load": self.dcp_load}
+    def loads(self) -> dict[str, tuple[Callable[[], float], str]]:
+        """Each with the way of saving whose files it reads from the medium; "" where they may stay cached."""
+        return {
+            FROM_MEDIUM: (self.load, OURS),
+            "everstep, from disk, still cached": (self.load, ""),
+            "everstep, from the node's memory": (self.load_from_memory, ""),
+            "torch.load, from the medium": (self.torch_load, "torch.save"),
+            "torch.load, still cached": (self.torch_load, ""),
+            "DCP load, from the medium": (self.dcp_load, "DCP save"),
+            "DCP load, still cached": (self.dcp_load, ""),
+        }
 
     def state(self) -> dict[str, Any]:
         return {"model": self.bare.state_dict(), "optimizer": self.optimizer.state_dict()}
@@ -183,18 +199,18 @@ class Rivals:
 
     def dcp_async(self, kind: AsyncCheckpointerType) -> Timed:
         path = self._fresh(f"DCP {kind.value}")
-        started = time.monotonic()
         stager = self._stager if kind is AsyncCheckpointerType.PROCESS else None
-        with _quiet():  # what it starts with the first call logs each save, and a stack when it is let go
+        with _quiet():  # a process that is started with the first call logs each save, and a stack when it is let go
+            started = time.monotonic()
             answer: Any = async_save(
                 self.state(), checkpoint_id=path, async_checkpointer_type=kind, async_stager=stager
             )
-        staged = getattr(answer, "staging_completion", None)
-        if isinstance(staged, Future):
-            staged.result()
-        blocked_s = time.monotonic() - started
-        (answer if isinstance(answer, Future) else answer.upload_completion).result()
-        return blocked_s, time.monotonic() - started
+            staged = getattr(answer, "staging_completion", None)
+            if isinstance(staged, Future):
+                staged.result()
+            blocked_s = time.monotonic() - started
+            (answer if isinstance(answer, Future) else answer.upload_completion).result()
+            return blocked_s, time.monotonic() - started
 
     def _fresh(self, name: str) -> Path:
         """A path that no save has used; what this way has saved before goes."""
@@ -216,6 +232,30 @@ class Rivals:
         loaded = read_checkpoint(directory, rank=dist.get_rank(), world_size=self.world_size, tracked=self.run._tracked)
         put_back(self.run._tracked, loaded.states)
         return time.monotonic() - started
+
+    def keep_in_memory(self) -> None:
+        run = self.run
+        run._done += 1
+        run._save(to_disk=False, to_memory=True)
+        assert run._saver is not None
+        run._saver.settle()
+        told = [news.kind for news in run._saver.news()]
+        assert "kept" in told, told
+        self._in_memory = CheckpointName(generation=run.generation, step=run._done)
+
+    def load_from_memory(self) -> float:
+        """As after the death of a rank: ranks look, agree on what their nodes hold, and read it like a checkpoint."""
+        run, root = self.run, self.run._memory_root
+        assert run._team is not None
+        started = time.monotonic()
+        seen = look(run._team, root)
+        directory = assemble(run._team, seen, root, name=self._in_memory, token=run._token, tracked=run._tracked)
+        loaded = read_checkpoint(directory, rank=dist.get_rank(), world_size=self.world_size, tracked=run._tracked)
+        put_back(run._tracked, loaded.states)
+        seconds = time.monotonic() - started
+        dist.barrier()
+        disband(root)
+        return seconds
 
     def torch_load(self) -> float:
         path = self.newest("torch.save")
@@ -284,7 +324,7 @@ def measure_rank(rank: int, world_size: int, port: int, root: str, megabytes: in
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rivals = Rivals(Path(root), megabytes=megabytes, total_steps=10**6)
-    times: dict[str, dict[str, list[float]]] = {"blocked": {}, "durable": {}, "cached": {}, "disk": {}}
+    times: dict[str, dict[str, list[float]]] = {"blocked": {}, "durable": {}, "resume": {}}
     for number in range(rounds + 1):
         for name, way in rivals.saves.items():
             dist.barrier()
@@ -292,18 +332,19 @@ def measure_rank(rank: int, world_size: int, port: int, root: str, megabytes: in
             for kind, seconds in (("blocked", slowest(blocked_s)), ("durable", slowest(durable_s))):
                 if number and seconds is not None:
                     times[kind].setdefault(name, []).append(seconds)
+    rivals.keep_in_memory()
     for number in range(rounds + 1):
-        for kind in ("cached", "disk"):
-            for name, way in rivals.loads.items():
-                if kind == "disk":
-                    _forget(rivals.newest({OURS: OURS, "torch.load": "torch.save", "DCP load": "DCP save"}[name]))
-                dist.barrier()
-                seconds = slowest(way())
-                if number and seconds is not None:
-                    times[kind].setdefault(name, []).append(seconds)
+        for name, (load_once, written_by) in rivals.loads.items():
+            if written_by:
+                _forget(rivals.newest(written_by))
+            dist.barrier()
+            seconds = slowest(load_once())
+            if number and seconds is not None:
+                times["resume"].setdefault(name, []).append(seconds)
     if rank == 0:
         results.put({"bytes_of_a_rank": rivals.bytes_here, "tensors": len(take(rivals.run._tracked).tensors), **times})
     dist.barrier()
+    memory.forget(rivals.run._memory_root)
     os._exit(0)  # the run is not at its end, and has nothing to say about it
 
 
@@ -329,10 +370,9 @@ def show(world_size: int, found: dict[str, Any]) -> dict[str, Any]:
     for kind, title in (
         ("blocked", "training stands still"),
         ("durable", "until on disk"),
-        ("cached", "resume, still in the page cache"),
-        ("disk", "resume, from the medium"),
+        ("resume", "until a resumed run can go on"),
     ):
-        reference = floor if kind in ("blocked", "durable") else statistics.median(found[kind][OURS])
+        reference = floor if kind in ("blocked", "durable") else statistics.median(found[kind][FROM_MEDIUM])
         print(f"{title:44}{'min':>8}{'median':>8}{'max':>8}{'ratio':>8}")
         for name, values in found[kind].items():
             middle = statistics.median(values)
@@ -356,7 +396,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=arguments.directory, ignore_cleanup_errors=True) as directory:
             found = measure(world_size, Path(directory), megabytes=arguments.megabytes, rounds=arguments.rounds)
         summary[f"{world_size}_ranks"] = show(world_size, found)
-    print("ratio: of medians; of saves to the plain copy, of resumes to ours")
+    print("ratio: of medians; of saves to the plain copy, of resumes to ours from the medium")
     with contextlib.suppress(BrokenPipeError):
         print(json.dumps({"megabytes": arguments.megabytes, "rounds": arguments.rounds, **summary}))
 

@@ -13,13 +13,19 @@ from collections.abc import Mapping, Sequence
 from django.db import transaction
 from django.db.models import F, Max, Min
 
-from agents.protocol.messages import AssignmentPhase, CheckpointRehashed, SaveInTrouble, SaveTroubleKind
+from agents.protocol.messages import (
+    AssignmentPhase,
+    CheckpointRehashed,
+    SaveInTrouble,
+    SaveTroubleKind,
+)
 from recovery.domain.generations import GenerationView
 from recovery.domain.instructions import JOB_ENDS, JobState
 from recovery.domain.last_good import LastGood, judge_last_good
 from recovery.domain.lineage import lineage_limits
 from recovery.domain.plan import CheckpointRef, RecoveryPlan
 from recovery.domain.retention import choose_pins
+from recovery.domain.slow_saves import COMPARED, judge_save_time
 from recovery.domain.timeline import Entry, EntryKind
 from recovery.domain.trust import (
     REFERENCE_STEPS,
@@ -41,6 +47,8 @@ from recovery.wakeup import announce, announce_change, push_orders
 
 log = logging.getLogger(__name__)
 
+SLOW = "slow"
+"""Kind of a trouble that the server finds itself, beside those that ranks tell of."""
 TROUBLES_KEPT = 200
 """Rows of one job; the job's own counters know of all."""
 _JUDGED_AT_ONCE = 20
@@ -115,9 +123,38 @@ def note_trouble(generation: GenerationRow, fact: SaveInTrouble, *, at: float) -
         job_id, generation.number, fact.rank, fact.step, what, fact.attempt, fact.reason,
     )  # fmt: skip
     _tell(job_id, f"The save of step {fact.step} {what}{': ' + fact.reason if fact.reason else '.'}", at)
+    _forget_old_troubles(job_id)
+    announce_change(f"job:{job_id}")
+
+
+def note_save_time(generation: GenerationRow, step: int, save_time_s: float | None, *, at: float) -> None:
+    """A checkpoint is complete: say so if that took far longer than usual. Must run inside a transaction."""
+    if save_time_s is None:
+        return
+    known = CheckpointRow.objects.filter(job_id=generation.job_id, save_time_s__isnull=False)
+    others = known.exclude(generation_number=generation.number, step=step).order_by("-saved_at")
+    before = [seconds for seconds in others.values_list("save_time_s", flat=True)[:COMPARED] if seconds is not None]
+    reason = judge_save_time(save_time_s, before=before)
+    if not reason:
+        return
+    SaveTrouble.objects.get_or_create(
+        job_id=generation.job_id,
+        generation_number=generation.number,
+        rank=0,
+        step=step,
+        kind=SLOW,
+        attempt=1,
+        defaults={"reason": reason, "at": at},
+    )
+    job_id, number = generation.job_id, generation.number
+    log.warning("job=%s generation=%d: the save of step %d was slow: %s", job_id, number, step, reason)
+    _tell(job_id, f"The save of step {step} was slow: {reason}.", at)
+    _forget_old_troubles(job_id)
+
+
+def _forget_old_troubles(job_id: str) -> None:
     kept = SaveTrouble.objects.filter(job=job_id).values_list("pk", flat=True)[TROUBLES_KEPT : 2 * TROUBLES_KEPT]
     SaveTrouble.objects.filter(pk__in=list(kept)).delete()
-    announce_change(f"job:{job_id}")
 
 
 def _tell(job_id: str, text: str, at: float) -> None:

@@ -442,6 +442,7 @@ def _judge_losses(row: RankRow, steps: Sequence[StepRow]) -> bool:
 def _store_checkpoint(batch: _Batch, generation: GenerationRow, fact: CheckpointSaved) -> None:
     fenced_at = _fenced_elsewhere_at(batch, generation)
     late = fenced_at is not None and batch.server_time(fact.at) > fenced_at
+    save_time_s = finite_or_text(fact.save_time_s)[0]
     CheckpointRow.objects.update_or_create(
         job_id=generation.job_id,
         generation_number=generation.number,
@@ -453,7 +454,7 @@ def _store_checkpoint(batch: _Batch, generation: GenerationRow, fact: Checkpoint
             "parent_generation": fact.parent_generation,
             "parent_step": fact.parent_step,
             "saved_at": batch.server_time(fact.at),
-            "save_time_s": finite_or_text(fact.save_time_s)[0],
+            "save_time_s": save_time_s,
             "blocked_s": finite_or_text(fact.blocked_s)[0],
             "after_fence": late,
         },
@@ -463,7 +464,8 @@ def _store_checkpoint(batch: _Batch, generation: GenerationRow, fact: Checkpoint
             batch, generation, f"the checkpoint of step {fact.step} was written; it is never resumed from"
         )
     else:
-        _raise_lease(generation, save_time_s=finite_or_text(fact.save_time_s)[0])
+        _raise_lease(generation, save_time_s=save_time_s)
+        checkpoints.note_save_time(generation, fact.step, save_time_s, at=batch.server_time(fact.at))
     announce_change(f"job:{generation.job_id}")
 
 

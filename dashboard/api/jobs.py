@@ -188,7 +188,7 @@ class SaveTroubleDocument(Document):
     generation: int
     rank: int
     step: int
-    kind: Literal["failed", "skipped"]
+    kind: Literal["failed", "skipped", "slow"]
     attempt: int
     reason: str
     at: Moment

@@ -198,14 +198,14 @@ class SnapshotRow(models.Model):
 
 
 class SaveTrouble(models.Model):
-    """A save that failed or was left out. Training went on, and the last good checkpoint stayed what it was."""
+    """A save that failed, was left out, or was far slower than usual. Training went on."""
 
     job = models.ForeignKey(Job, on_delete=models.CASCADE, related_name="save_troubles")
     generation_number = models.IntegerField()
     rank = models.IntegerField()
     step = models.IntegerField()
     kind = models.CharField(max_length=20)
-    """`failed` or `skipped`."""
+    """`failed`, `skipped` or `slow`."""
     attempt = models.IntegerField(default=1)
     reason = models.TextField(blank=True)
     at = models.FloatField()

@@ -47,7 +47,7 @@ class IntervalView:
 
 @dataclass(frozen=True, kw_only=True)
 class TroubleView:
-    """A save that failed or was left out."""
+    """A save that failed, was left out, or was slow."""
 
     generation: int
     rank: int

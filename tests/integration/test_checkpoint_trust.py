@@ -10,6 +10,7 @@ import pytest
 from agents.protocol.messages import (
     AssignmentPhase,
     CheckpointRehashed,
+    CheckpointSaved,
     SaveInTrouble,
     SaveTroubleKind,
     SeenPhase,
@@ -20,6 +21,7 @@ from recovery import checkpoints, engine, jobs
 from recovery.errors import CommandRefused
 from recovery.models import CheckpointRow, GenerationRow, IncidentRow, Job, SaveTrouble, TimelineEntry
 from recovery.orders import order_for
+from recovery.queries.saving import job_saving
 from tests.fakes.told_fleet import ToldFleet
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -289,6 +291,39 @@ def test_a_failed_save_is_counted_and_told_and_leaves_the_last_good_one(fleet: T
     fleet.die("gpu-02", 1, 1)
     fleet.nodes["gpu-01"].tell(SaveInTrouble(step=60, kind=SaveTroubleKind.FAILED, reason="read-only", **said))
     assert "The save of step 60 failed: read-only" in told(IncidentRow.objects.get(job=job))
+
+
+def test_case_R11_slow_store_is_told_and_neither_stops_the_job_nor_costs_a_node(fleet: ToldFleet, job: Job) -> None:
+    row = running(fleet, job)
+    nodes = row.plan["nodes"]
+
+    def saved(step: int, save_time_s: float) -> None:
+        fleet.nodes["gpu-01"].tell(
+            CheckpointSaved(
+                job=job.id, generation=1, step=step, at=time.time(), directory=f"/c/{step}", size_bytes=1,
+                world_size=2, save_time_s=save_time_s, blocked_s=0.1,
+            )
+        )  # fmt: skip
+
+    for step in (40, 50, 60):
+        saved(step, 4.0)
+    assert not SaveTrouble.objects.filter(job=job).exists()
+    saved(70, 47.0)
+    saved(70, 47.0)  # told twice
+    trouble = SaveTrouble.objects.get(job=job)
+    assert (trouble.kind, trouble.step) == ("slow", 70)
+    assert "storage is slow" in trouble.reason
+    advance(job)
+    checkpoints.look_after_checkpoints(job.id)
+    job.refresh_from_db()
+    row.refresh_from_db()
+    assert not IncidentRow.objects.filter(job=job).exists()
+    assert (job.state, row.wanted, row.plan["nodes"]) == ("running", AssignmentPhase.RUN.value, nodes)
+    assert job_saving(job.id).troubles[0].kind == "slow"
+    fleet.die("gpu-02", 1, 1)
+    saved(80, 50.0)
+    sentences = told(IncidentRow.objects.get(job=job))
+    assert any(text.startswith("The save of step 80 was slow: it took 50.0 s") for text in sentences)
 
 
 def test_orders_pin_the_newest_of_each_class_for_the_ranks(fleet: ToldFleet, job: Job) -> None:

@@ -33,6 +33,35 @@ def test_what_differed_once_is_compared_again_and_may_become_alike() -> None:
     assert replicas.differing == frozenset()
 
 
+def settled(ranks: list[dict[str, torch.Tensor]]) -> list[Replicas]:
+    """Each rank's, after all have compared; training keeps "kept" alike."""
+    found = [Replicas() for _ in ranks]
+    said = [replicas.checksums(tensors) for replicas, tensors in zip(found, ranks, strict=True)]
+    for replicas in found:
+        replicas.compare(said, synchronized={"kept"})
+    return found
+
+
+def test_fingerprints_are_equal_as_long_as_what_is_taken_for_alike_is_alike() -> None:
+    ranks = [{"kept": torch.ones(500), "free": torch.ones(500), "own": torch.full((3,), float(r))} for r in range(2)]
+    one, other = settled(ranks)
+    assert one.differing == {"own"}
+    assert one.fingerprint(ranks[0]) == other.fingerprint(ranks[1])
+    ranks[1]["free"][123] += 1
+    assert one.fingerprint(ranks[0]) != other.fingerprint(ranks[1]), "what nobody keeps alike counts in full"
+
+
+def test_fingerprint_sees_ranks_drift_apart_and_doubt_finds_the_tensor() -> None:
+    ranks = [{"kept": torch.ones(5000)} for _ in range(2)]
+    one, other = settled(ranks)
+    ranks[1]["kept"] *= 1.001
+    assert one.fingerprint(ranks[0]) != other.fingerprint(ranks[1])
+    one.doubt()
+    other.doubt()
+    one.compare([one.checksums(ranks[0]), other.checksums(ranks[1])], synchronized={"kept"})
+    assert one.differing == {"kept"}
+
+
 def test_a_tensor_that_one_rank_lacks_counts_as_its_owners() -> None:
     replicas = Replicas()
     replicas.compare([{"a": checksum(torch.ones(2))}, {}], synchronized=())

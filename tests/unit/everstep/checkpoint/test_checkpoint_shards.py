@@ -73,3 +73,9 @@ def test_pace_lets_the_first_bytes_through_at_once() -> None:
     pace, began = Pace(1.0), time.monotonic()
     pace.take(10**6)
     assert time.monotonic() - began < 0.5
+
+
+def test_blocks_of_several_nodes_take_turns() -> None:
+    began = time.monotonic()
+    Pace(1e9, begin_after_s=0.05).take(1)
+    assert time.monotonic() - began >= 0.05
