@@ -21,18 +21,19 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, get_args
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from everstep.checkpoint import rng
 from everstep.checkpoint.left_overs import unfinished_saves
-from everstep.checkpoint.manifest import CheckpointName, Manifest, newest_checkpoint, newest_generation, record_lineage
+from everstep.checkpoint.lineage import newest_checkpoint, newest_generation, record_lineage
+from everstep.checkpoint.manifest import CheckpointName, Manifest
 from everstep.checkpoint.ownership import foreign_owner, not_ours
 from everstep.checkpoint.probe import StateProbes
 from everstep.checkpoint.reader import Loaded, read_checkpoint
@@ -74,6 +75,8 @@ _REBUILT_FROM = 3
 _LAST_SAVE_LIMIT_S = 60.0
 """How long a script that ends before its last step waits for a save under way; one that failed ends at once."""
 
+_NO_LOSS = '{"loss_hex":null}'
+
 _LEFT_OUT = {
     "model": "its weights are neither saved nor restored, so that a recovery starts training from scratch",
     "optimizer": "its moments are lost in a recovery; the loss goes on almost unchanged and then drifts",
@@ -82,15 +85,14 @@ _LEFT_OUT = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepNumbers:
-    """What the script reported about the step in hand."""
+class StepNumbers(NamedTuple):
+    """What the script reported about the step in hand. A tuple, since one is made in each step."""
 
     loss: float | None = None
     learning_rate: float | None = None
     grad_norm: float | None = None
     span: SampleSpan | None = None
-    optional: dict[str, Any] = field(default_factory=dict)
+    optional: Mapping[str, Any] = {}
     """What is told only where it is known, by its name in the datagram."""
 
 
@@ -278,7 +280,7 @@ class Run:
                 "zip(run.steps(), run.batches(loader)) goes on through all epochs."
             )
         self._begin()
-        guard = register_optimizer_step_pre_hook(self._check_stepped_optimizer)
+        guard: RemovableHandle | None = register_optimizer_step_pre_hook(self._check_stepped_optimizer)
         self._split.watch_optimizers()
         try:
             while self._done < self.total_steps:
@@ -288,9 +290,12 @@ class Run:
                 yield self._done + 1
                 self._in_step = False
                 self._finish_step(time.monotonic() - started)
-                guard.remove()
+                if guard is not None:
+                    guard.remove()
+                    guard = None
         finally:
-            guard.remove()
+            if guard is not None:
+                guard.remove()
             self._split.close()
         self._finish()
 
@@ -351,22 +356,25 @@ class Run:
             raise UsageError(f"Step {self._done + 1} was reported already: call run.report once per step.")
         sampler: Any = self._tracked.get("sampler")
         order: SampleOrder | None = sampler if hasattr(sampler, "commit") else None
-        optional: dict[str, Any] = {
-            "parameter_norm": _number(parameter_norm),
-            "samples": span.count if samples is None and span is not None else samples,
-            "tokens": tokens,
-        }
+        optional: dict[str, Any] = {}
+        if parameter_norm is not None:
+            optional["parameter_norm"] = _number(parameter_norm)
+        if samples is None and span is not None:
+            samples = span.count
+        if samples is not None:
+            optional["samples"] = samples
+        if tokens is not None:
+            optional["tokens"] = tokens
+        promised = None
         if span is not None:
-            optional["epoch_size"] = span.epoch_size
-            optional["indices_digest"] = span.indices_digest
-            optional["order_digest"] = None if order is None else order.order_digest(span)
-        self._numbers = StepNumbers(
-            loss=_number(loss),
-            learning_rate=_number(learning_rate),
-            grad_norm=_number(grad_norm),
-            span=span,
-            optional={name: value for name, value in optional.items() if value is not None},
-        )
+            promised = None if order is None else order.order_digest(span)
+            if span.epoch_size is not None:
+                optional["epoch_size"] = span.epoch_size
+            if span.indices_digest is not None:
+                optional["indices_digest"] = span.indices_digest
+            if promised is not None:
+                optional["order_digest"] = promised
+        self._numbers = StepNumbers(_number(loss), _number(learning_rate), _number(grad_norm), span, optional)
         if order is None:
             return
         if span is None:
@@ -377,7 +385,6 @@ class Run:
                 f"tracked sampler stands at {order.position} of epoch {order.epoch}: samples were skipped or "
                 "repeated. Iterate the sampler that is tracked."
             )
-        promised = optional["order_digest"]
         if promised is not None and span.indices_digest not in (None, promised):
             self._warn(
                 f"Step {self._done + 1}: the batch that came with the span [{span.start}, {span.stop}) of epoch "
@@ -412,15 +419,18 @@ class Run:
 
     def _choose_parent(self, team: Team) -> tuple[CheckpointName | None, int]:
         """Rank 0 looks and decides, so that ranks cannot disagree about a directory that changes."""
-        choice: tuple[CheckpointName | None, int, str] = (None, 0, "")
+        choice: tuple[CheckpointName | None, int, EverstepError | None] = (None, 0, None)
         if team.leads:
             try:
-                choice = (*self._look_for_parent(), "")
-            except (OSError, UsageError) as err:
-                choice = (None, 0, str(err) if isinstance(err, UsageError) else f"{type(err).__name__}: {err}")
+                choice = (*self._look_for_parent(), None)
+            except EverstepError as err:
+                choice = (None, 0, err)
+            except OSError as err:
+                what = f"Cannot use checkpoint directory {self.checkpoint_directory}: {type(err).__name__}: {err}."
+                choice = (None, 0, UsageError(what))
         parent, generation, problem = team.broadcast(choice)
         if problem:
-            raise UsageError(f"Cannot use checkpoint directory {self.checkpoint_directory}: {problem.rstrip('.')}.")
+            raise problem
         return parent, generation
 
     def _warn_of_unfinished_saves(self, parent: CheckpointName | None) -> None:
@@ -439,8 +449,8 @@ class Run:
             other = "" if parent else foreign_owner(root, self._context.job)
             if other:
                 raise UsageError(
-                    f"it holds checkpoints of job {other}, and this job, {self._context.job}, starts from the "
-                    "beginning; give each job a directory of its own"
+                    f"Cannot use checkpoint directory {root}: it holds checkpoints of job {other}, and this job, "
+                    f"{self._context.job}, starts from the beginning. Give each job a directory of its own."
                 )
         else:
             newest = None if self._context.parent else newest_checkpoint(root)
@@ -563,25 +573,11 @@ class Run:
             )
         self._done += 1
         self._made += 1
-        span = numbers.span
-        before, self._phase = self._phase, max(self._phase, Phase.STEP)
+        before = self._phase
+        if before < Phase.STEP:
+            self._phase = Phase.STEP
         self._advance()
-        self._tell(
-            "step",
-            log_fields={"loss_hex": None if numbers.loss is None else numbers.loss.hex()},
-            step=self._done,
-            loss=numbers.loss,
-            learning_rate=numbers.learning_rate,
-            grad_norm=numbers.grad_norm,
-            epoch=span.epoch if span else 0,
-            span_start=span.start if span else None,
-            span_stop=span.stop if span else None,
-            step_time_s=step_time_s,
-            **numbers.optional,
-            **self._split.take(step_time_s),
-            **self._memory.read(time.monotonic()),
-            probe=self._probes.after_step(self._tracked),
-        )
+        self._tell_step(numbers, step_time_s)
         if self._phase != before:
             self._tell("phase", phase=self._phase.word)
         self._interval.made(step_time_s)
@@ -612,8 +608,8 @@ class Run:
         started = time.monotonic()
         with self._during(Phase.SAVE), self._split.saving():
             self._hear_of_saves()
-            self._saver.save(CheckpointName(generation=self.generation, step=self._done), self._tracked)
-            self._probes.begin(self._tracked)
+            name = CheckpointName(generation=self.generation, step=self._done)
+            self._saver.save(name, self._tracked, look=self._probes.begin_with)
         self._blocked_s = time.monotonic() - started
         self._hear_of_saves()
         self._interval.saved(self._done, blocked_s=self._blocked_s)
@@ -717,15 +713,38 @@ class Run:
 
     # --- Telling --------------------------------------------------------------------------------------------------
 
-    def _tell(self, kind: str, *, log_fields: dict[str, Any] | None = None, **fields: Any) -> None:
+    def _tell_step(self, numbers: StepNumbers, step_time_s: float) -> None:
+        """Every step pays for this: it is counted in microseconds by benchmarks/step_overhead.py."""
+        span, loss = numbers.span, numbers.loss
+        fields: dict[str, Any] = {
+            "step": self._done,
+            "loss": loss,
+            "learning_rate": numbers.learning_rate,
+            "grad_norm": numbers.grad_norm,
+            "step_time_s": step_time_s,
+            **numbers.optional,
+        }
+        fields["epoch"], fields["span_start"], fields["span_stop"] = (
+            (0, None, None) if span is None else (span.epoch, span.start, span.stop)
+        )
+        self._split.take(step_time_s, into=fields)
+        self._memory.read(time.monotonic(), into=fields)
+        if (probe := self._probes.after_step(self._tracked)) is not None:
+            fields["probe"] = probe
+        self._tell_fields("step", fields, log_only=_NO_LOSS if loss is None else f'{{"loss_hex":"{loss.hex()}"}}')
+
+    def _tell(self, kind: str, **fields: Any) -> None:
+        self._tell_fields(kind, fields)
+
+    def _tell_fields(self, kind: str, fields: dict[str, Any], *, log_only: str = "{}") -> None:
+        """To log and agent; `log_only` is a JSON object of what the agent does not need."""
         if not (self._log.open or self._telemetry.open):
             return
         try:
             encoded = encode_fields(fields)
-            for_log = join_fields(encoded, encode_fields(log_fields)) if log_fields else encoded
         except BadDatagram:
             return
-        self._log.write_encoded(kind, for_log)
+        self._log.write_encoded(kind, join_fields(encoded, log_only))
         self._telemetry.send_encoded(kind, encoded)
 
     def _warn(self, text: str) -> None:
@@ -748,4 +767,6 @@ class Run:
 
 
 def _number(value: Any) -> float | None:
+    if type(value) is float:
+        return value
     return None if value is None else float(value.detach() if isinstance(value, torch.Tensor) else value)

@@ -16,11 +16,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 
-from everstep.checkpoint.manifest import Manifest, read_manifest
-from everstep.checkpoint.snapshot import RNG, SAME, Snapshot, unwrap
+from everstep.checkpoint.description import SAME, tensor_entries
+from everstep.checkpoint.manifest import Manifest, rank_file, read_manifest
+from everstep.checkpoint.snapshot import RNG, Snapshot, unwrap
 from everstep.checkpoint.storage import ShardReader, dtype_of
-from everstep.checkpoint.tree import Structure, flatten, tensor_entries, unflatten
-from everstep.checkpoint.verify import check_sizes, read_rank_file
+from everstep.checkpoint.tree import Structure, flatten, unflatten
+from everstep.checkpoint.verify import Fault, check_sizes, damaged, read_rank_file
+from everstep.checkpoint.wholeness import check_whole
 from everstep.checkpoint.world_change import check_world_change
 from everstep.errors import CheckpointDamaged, UsageError
 
@@ -46,6 +48,11 @@ def read_checkpoint(directory: Path, *, rank: int, world_size: int, tracked: Map
     manifest = read_manifest(directory)
     check_sizes(directory, manifest)
     described = [read_rank_file(directory, manifest, source) for source in range(manifest.world_size)]
+    try:
+        check_whole(described)
+    except ValueError as err:
+        fault = Fault(kind="description", file="the state", what=f"is not whole: {err}")
+        raise damaged(manifest, directory, [fault]) from err
     source = rank if world_size == manifest.world_size else 0
     own_keys: dict[str, str] = described[source]["own_keys"]
     parts: dict[str, Structure] = {
@@ -63,7 +70,11 @@ def read_checkpoint(directory: Path, *, rank: int, world_size: int, tracked: Map
         for entry in tensor_entries(structure)
     }
     _load({own_keys.get(path, path): tensor for path, tensor in tensors.items()}, reader, directory)
-    states = {part: unflatten(structure, tensors) for part, structure in parts.items()}
+    try:
+        states = {part: unflatten(structure, tensors) for part, structure in parts.items()}
+    except (ValueError, TypeError, ArithmeticError, LookupError, RecursionError) as err:
+        fault = Fault(kind="description", file=rank_file(source), what=f"holds a value that cannot be made ({err})")
+        raise damaged(manifest, directory, [fault]) from err
     known = {
         path: digest
         for path, tensor in tensors.items()
@@ -114,7 +125,7 @@ def _empty(entry: Mapping[str, Any], place: torch.Tensor | None) -> torch.Tensor
 
 def _load(by_key: dict[str, Any], reader: ShardReader, directory: Path) -> None:
     missing = sorted(by_key.keys() - reader.tensors.keys())
-    if missing:
+    if missing:  # of a rank that the checkpoint's own ranks do not have
         raise CheckpointDamaged(
             f"Checkpoint in {directory} holds no {missing[0]}, which a rank of this number needs. Choose another one."
         )

@@ -6,11 +6,12 @@ checkpoint as a whole and on each rank for what went wrong with its own part.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import select
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,11 +19,11 @@ from typing import Any, Literal
 import torch
 
 from everstep.checkpoint.arena import Arena
-from everstep.checkpoint.layout import Layout, plan_layout, signature
+from everstep.checkpoint.description import SAME
+from everstep.checkpoint.layout import Layout, Signature, plan_layout, signature
 from everstep.checkpoint.manifest import ASIDE, CheckpointName
-from everstep.checkpoint.replicas import Fingerprint, Replicas, handed_on_paths, synchronized_paths
-from everstep.checkpoint.snapshot import SAME, Snapshot, take
-from everstep.checkpoint.tree import structure_digest
+from everstep.checkpoint.replicas import Replicas, handed_on_paths, synchronized_paths
+from everstep.checkpoint.snapshot import Snapshot, collect
 from everstep.checkpoint.wire import receive, send
 from everstep.checkpoint.writers import Writer
 from everstep.errors import EverstepError, SaveFailed
@@ -32,17 +33,10 @@ WhenBusy = Literal["wait", "skip"]
 
 _PUBLISH_LIMIT_S = 600.0
 _LOOK_EVERY_S = 0.05
+_NEWS_EVERY_S = 0.02
+"""Steps may be faster than that, and looking costs a tenth of what a step reports."""
 _RETRY_AFTER_S = (0.5, 2.0, 8.0)
-
-
-class _Unhashed(dict[str, str]):
-    """Structures are compared between ranks without their tensors."""
-
-    def __missing__(self, key: str) -> str:
-        return ""
-
-
-_UNHASHED = _Unhashed()
+_SAME = json.dumps(SAME)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,14 +74,36 @@ class SaveSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class _Statement:
-    """What a rank says to all before a save. `planned`: its layout fits what it holds now."""
+    """What a rank says to all before a save, in a few hundred bytes.
 
+    planned: its layout fits what it holds now. alike: the fingerprint of what it takes to be alike on all ranks.
+    """
+
+    busy: bool
     aside: str
     problem: str
     connected: bool
     planned: bool
-    checksums: dict[str, Fingerprint]
+    alike: bytes
+    structures: dict[str, bytes]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Taken:
+    """A snapshot as it is saved: live tensors by path, and each part's structure as JSON."""
+
+    tensors: dict[str, torch.Tensor]
     structures: dict[str, str]
+    alike: bytes
+
+    def digests(self) -> dict[str, bytes]:
+        return {part: hashlib.sha256(text.encode()).digest()[:16] for part, text in self.structures.items()}
+
+    def describe(self, own_keys: Mapping[str, str], *, same: Collection[str], handed_on: Collection[str]) -> str:
+        """The fields of a rank's file, as JSON, from its parts on; of those in `same`, rank 0 writes the structure."""
+        parts = (f"{json.dumps(part)}: {_SAME if part in same else text}" for part, text in self.structures.items())
+        keys = json.dumps({"own_keys": own_keys, "handed_on": sorted(handed_on)})
+        return f'"parts": {{{", ".join(parts)}}}, {keys[1:-1]}'
 
 
 class Saver:
@@ -101,12 +117,13 @@ class Saver:
         self._writer_problem = ""
         self._arena: Arena | None = None
         self._layout: Layout | None = None
-        self._planned_for: tuple[str, frozenset[str]] | None = None
+        self._planned_for: tuple[Signature, frozenset[str]] | None = None
         self._part_of: CheckpointName | None = None
         """The save whose part of this rank is being written: its memory is in use."""
         self._publishing: CheckpointName | None = None
         self._lost: CheckpointName | None = None
         self._listening = False
+        self._listen_next = 0.0
         self._news: list[News] = []
 
     @property
@@ -116,68 +133,90 @@ class Saver:
 
     # --- Saving, all ranks together -------------------------------------------------------------------------------
 
-    def save(self, name: CheckpointName, tracked: Mapping[str, Any]) -> bool:
+    def save(
+        self, name: CheckpointName, tracked: Mapping[str, Any], *, look: Callable[[dict[str, Any]], None] | None = None
+    ) -> bool:
         """Copy the state and leave the rest to the writer; False where nothing was begun, and `news` says why.
 
-        A collective. Never raises for what storage or a state does: training goes on.
+        A collective. Never raises for what storage or a state does: training goes on. `look` is shown the collected
+        states.
         """
-        snapshot, problem = _attempt(lambda: take(tracked))
-        statements = self._until_free(name, snapshot, problem)
+        taken, problem = _attempt(lambda: self._capture(tracked, look))
+        statements = self._until_free(name, taken, problem)
         if statements is None:
             return False
         problems = [f"rank {rank}: {said.problem}" for rank, said in enumerate(statements) if said.problem]
-        if problems or snapshot is None:
+        if problems or taken is None:
             return self._refuse(name, problems)
         if not all(said.connected for said in statements):
             problems = self._connect()
             if problems:
                 return self._refuse(name, problems)
-        before = self._replicas.differing
-        self._replicas.compare(
-            [said.checksums for said in statements], synchronized=synchronized_paths(tracked, snapshot.tensors)
-        )
+        alike = len({said.alike for said in statements}) == 1
+        planned = alike and all(said.planned for said in statements)
+        if not planned:
+            planned = not self._compare(tracked, taken, in_doubt=not alike) and all(said.planned for said in statements)
         own_keys = {
-            path: f"{path}@rank-{self._team.rank:05d}" for path in snapshot.tensors if path in self._replicas.differing
+            path: f"{path}@rank-{self._team.rank:05d}" for path in taken.tensors if path in self._replicas.differing
         }
-        tensors = {own_keys.get(path, path): tensor for path, tensor in snapshot.tensors.items()}
-        same = {
-            part
-            for part, digest in statements[self._team.rank].structures.items()
-            if self._team.rank and statements[0].structures.get(part) == digest
-        }
-        described = {
-            "parts": {part: SAME if part in same else value for part, value in snapshot.structures.items()},
-            "own_keys": own_keys,
-            "handed_on": sorted(own_keys.keys() & handed_on_paths(tracked)),
-        }
-        if not all(said.planned for said in statements) or self._replicas.differing != before:
+        tensors = {own_keys.get(path, path): tensor for path, tensor in taken.tensors.items()}
+        first = statements[0].structures if self._team.rank else {}
+        same = {part for part, digest in statements[self._team.rank].structures.items() if first.get(part) == digest}
+        described = taken.describe(own_keys, same=same, handed_on=own_keys.keys() & handed_on_paths(tracked))
+        if not planned:
             problems = self._plan(tensors, described)
             if problems:
                 return self._refuse(name, problems)
-            self._planned_for = self._plan_key(snapshot)
+            self._planned_for = self._plan_key(taken)
         self._hand_over(name, tensors, described, aside=Path(statements[0].aside))
         return True
 
-    def _until_free(self, name: CheckpointName, snapshot: Snapshot | None, problem: str) -> list[_Statement] | None:
+    def _capture(self, tracked: Mapping[str, Any], look: Callable[[dict[str, Any]], None] | None) -> _Taken:
+        states = collect(tracked)
+        snapshot = Snapshot.of(states)
+        several = self._team.world_size > 1
+        taken = _Taken(
+            tensors=snapshot.tensors,
+            structures={part: json.dumps(structure) for part, structure in snapshot.structures.items()},
+            alike=self._replicas.fingerprint(snapshot.tensors) if several else b"",
+        )
+        if look is not None:
+            look(states)
+        return taken
+
+    def _compare(self, tracked: Mapping[str, Any], taken: _Taken, *, in_doubt: bool) -> bool:
+        """Compare tensor by tensor what may be alike; True where other ones differ than before. A collective."""
+        before = self._replicas.differing
+        if self._team.world_size > 1:
+            if in_doubt:
+                self._replicas.doubt()
+            checksums = self._team.gather(self._replicas.checksums(taken.tensors))
+            self._replicas.compare(checksums, synchronized=synchronized_paths(tracked, taken.tensors))
+        return self._replicas.differing != before
+
+    def _until_free(self, name: CheckpointName, taken: _Taken | None, problem: str) -> list[_Statement] | None:
         """What every rank says once none is busy with an earlier save; None where this one is skipped."""
-        limit_s = self._settings.wait_limit_s if self._settings.when_busy == "wait" else 0.0
-        busy = self._await_free(limit_s)
+        statements = self._team.gather(self._statement(name, taken, problem))
+        if not any(said.busy for said in statements):
+            return statements
+        busy = self._await_free(self._settings.wait_limit_s if self._settings.when_busy == "wait" else 0.0)
         if busy:
             self._tell("skipped", name, f"the save before it is still being written (ranks {busy[:8]})")
             return None
+        return self._team.gather(self._statement(name, taken, problem))
+
+    def _statement(self, name: CheckpointName, taken: _Taken | None, problem: str) -> _Statement:
+        self._listen(0)
         directory = name.directory(self._settings.root)
-        compares = snapshot is not None and self._team.world_size > 1
-        mine = _Statement(
+        return _Statement(
+            busy=self.busy,
             aside=str(directory.with_name(f"{ASIDE}{directory.name}-{uuid.uuid4().hex[:8]}")),
             problem=problem,
             connected=self._writer is not None,
-            planned=snapshot is not None and self._planned_for == self._plan_key(snapshot),
-            checksums=self._replicas.checksums(snapshot.tensors) if compares and snapshot else {},
-            structures={part: structure_digest(value, _UNHASHED) for part, value in snapshot.structures.items()}
-            if compares and snapshot
-            else {},
+            planned=taken is not None and self._planned_for == self._plan_key(taken),
+            alike=b"" if taken is None else taken.alike,
+            structures={} if taken is None or self._team.world_size == 1 else taken.digests(),
         )
-        return self._team.gather(mine)
 
     def _await_free(self, limit_s: float) -> list[int]:
         """Wait until no rank has a save under way; returns the ranks that still have. A collective."""
@@ -201,11 +240,11 @@ class Saver:
             self._lend_arena()
         return [f"rank {rank}: {said}" for rank, said in enumerate(problems) if said]
 
-    def _plan_key(self, snapshot: Snapshot) -> tuple[str, frozenset[str]]:
+    def _plan_key(self, taken: _Taken) -> tuple[Signature, frozenset[str]]:
         """What a layout depends on."""
-        return signature(snapshot.tensors), self._replicas.differing
+        return signature(taken.tensors), self._replicas.differing
 
-    def _plan(self, tensors: Mapping[str, torch.Tensor], described: Mapping[str, Any]) -> list[str]:
+    def _plan(self, tensors: Mapping[str, torch.Tensor], described: str) -> list[str]:
         layout, problem = _attempt(lambda: plan_layout(tensors, self._team))
         if layout is not None:
             self._layout = layout
@@ -226,7 +265,7 @@ class Saver:
         self._send({"op": "arena", "size_bytes": self._arena.size_bytes}, fd=self._arena.fd)
 
     def _hand_over(
-        self, name: CheckpointName, tensors: Mapping[str, torch.Tensor], described: Mapping[str, Any], *, aside: Path
+        self, name: CheckpointName, tensors: Mapping[str, torch.Tensor], described: str, *, aside: Path
     ) -> None:
         """The copy, and word to the writer. What fails here fails on this rank alone: its part is lost."""
         layout, settings = self._layout, self._settings
@@ -282,8 +321,9 @@ class Saver:
     # --- What became of it ---------------------------------------------------------------------------------------
 
     def news(self) -> list[News]:
-        """What has become known since the last call. Costs nothing while nothing is under way."""
-        if self._listening:
+        """What has become known since the last call. Costs nothing while nothing is under way, and little else."""
+        if self._listening and (now := time.monotonic()) >= self._listen_next:
+            self._listen_next = now + _NEWS_EVERY_S
             self._listen(0)
         found, self._news = self._news, []
         return found
@@ -376,8 +416,8 @@ class Saver:
         return True
 
 
-def _text(layout: Layout, described: Mapping[str, Any]) -> bytes:
-    return json.dumps({"chunks": [vars(chunk) for chunk in layout.chunks], **described}).encode()
+def _text(layout: Layout, described: str) -> bytes:
+    return f'{{"chunks": {layout.text}, {described}}}'.encode()
 
 
 def _attempt(work: Any) -> tuple[Any, str]:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from everstep.checkpoint.manifest import FORMAT, CheckpointName, FileEntry, rank_file, shard_file
+from everstep.checkpoint.manifest import CheckpointName, FileEntry, rank_file, shard_file
+from everstep.checkpoint.sealed import FORMAT
 
 _BLOCK_BYTES = 4 << 20
 

@@ -21,9 +21,6 @@ from everstep.errors import UsageError
 RNG = "rng"
 """The part that the run adds itself; no tracked object may take its name."""
 
-SAME = {"$": "same"}
-"""Stands in a rank's file for a part whose structure is that of rank 0."""
-
 _SCHEDULED = ("lr", "initial_lr")
 """Fields of the optimizer's groups that the scheduler decides: filed with it, so that a mismatch names the culprit."""
 

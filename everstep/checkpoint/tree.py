@@ -11,7 +11,7 @@ import base64
 import hashlib
 import json
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ Structure = Any
 """JSON: None, bool, int, float, str and list stand for themselves; an object is one of the kinds below, by its "$"."""
 
 _MAPPINGS: dict[str, type] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
+_PLAIN = frozenset({type(None), bool, int, float, str})
 
 
 def flatten(tree: Any, *, path: str) -> tuple[Structure, dict[str, torch.Tensor]]:
@@ -67,6 +68,11 @@ def _memory(tensor: torch.Tensor) -> tuple[object, ...] | None:
 
 
 def _flatten(value: Any, path: str, tensors: _Tensors) -> Structure:
+    # Training waits for it: most leaves are plain, and generators hold hundreds of numbers in a row.
+    if type(value) in _PLAIN:
+        return value
+    if type(value) in (list, tuple) and _PLAIN.issuperset(map(type, value)):
+        return list(value) if type(value) is list else {"$": "tuple", "items": list(value)}
     if isinstance(value, torch.Tensor):
         check_tensor(value, path)
         order = {} if (strides := memory_order(value)) is None else {"strides": strides}
@@ -119,18 +125,6 @@ def unflatten(structure: Structure, tensors: Mapping[str, torch.Tensor]) -> Any:
             return tuple(unflatten(item, tensors) for item in structure["items"])
         case kind:
             return _MAPPINGS[kind]({key: unflatten(item, tensors) for key, item in structure["items"]})
-
-
-def tensor_entries(structure: Structure) -> Iterator[dict[str, Any]]:
-    """Every entry of kind `tensor` in a structure."""
-    if isinstance(structure, list):
-        for item in structure:
-            yield from tensor_entries(item)
-    elif isinstance(structure, dict):
-        if structure["$"] == "tensor":
-            yield structure
-        for item in structure.get("items", []):
-            yield from tensor_entries(item)
 
 
 def tensor_hash(tensor: torch.Tensor) -> str:

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from everstep.checkpoint.description import SAME
 from everstep.checkpoint.manifest import Manifest
-from everstep.checkpoint.snapshot import RNG, SAME
+from everstep.checkpoint.snapshot import RNG
 from everstep.errors import UsageError
 
 _NAMED = 3

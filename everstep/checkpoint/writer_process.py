@@ -17,17 +17,18 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from everstep.checkpoint.manifest import CheckpointName, Manifest
-from everstep.checkpoint.publish import Publication, publish, tell_done, tell_failed
+from everstep.checkpoint.publish import Publication, discard, publish, tell_done, tell_failed
 from everstep.checkpoint.retention import remove_expired
 from everstep.checkpoint.shards import Pace, Part, with_patience, write_part
 from everstep.checkpoint.verify import verify
 from everstep.checkpoint.wire import receive, send
 from everstep.elastic.lease_files import LeasePaths
-from everstep.errors import CheckpointDamaged, CheckpointMissing, SaveFailed
+from everstep.errors import CheckpointDamaged, CheckpointMissing, EverstepError
 from everstep.rank_lease import PublishingLease
 
 _NICENESS = 10
@@ -112,8 +113,9 @@ class Connection:
         while True:
             job = self._jobs.get()
             name = CheckpointName(**job["name"])
-            if self._write(job, name) and job["publication"] is not None:
-                self._publish(job, name)
+            written = self._write(job, name)
+            if job["publication"] is not None:
+                self._publish(job, name) if written else discard(_publication(job, name))
 
     def _write(self, job: dict[str, Any], name: CheckpointName) -> bool:
         part = Part(name=name, **job["part"])
@@ -131,27 +133,14 @@ class Connection:
         problem = ""
         try:
             with_patience(attempt, pauses_s=tuple(job["pauses_s"]))
-        except OSError as err:
+        except Exception as err:  # whatever it is, the rank must hear of it
             problem = f"{type(err).__name__}: {err}"
             tell_failed(aside, part.rank, problem)
         self.tell("part", name, problem, seconds=time.monotonic() - began)
         return not problem
 
     def _publish(self, job: dict[str, Any], name: CheckpointName) -> None:
-        said, aside = job["publication"], Path(job["aside"])
-        parent = CheckpointName(**said["parent"]) if said["parent"] else None
-        publication = Publication(
-            root=Path(said["root"]),
-            aside=aside,
-            name=name,
-            parent=parent,
-            job=said["job"],
-            total_steps=said["total_steps"],
-            world_size=job["part"]["world_size"],
-            torch_version=said["torch_version"],
-        )
-        paths = LeasePaths.from_environment(os.environ)
-        lease = None if paths is None else PublishingLease(paths, held_ns=said["lease_held_ns"])
+        publication = _publication(job, name)
         began, problem = time.monotonic(), ""
         manifest: Manifest | None = None
         try:
@@ -159,13 +148,12 @@ class Connection:
                 publication,
                 limit_s=job["limit_s"],
                 abandoned=self._abandoned.is_set,
-                may_publish=lambda: None if lease is None else lease.check(),
+                may_publish=_look_at_lease(held_ns=job["publication"]["lease_held_ns"]),
             )
-        except SaveFailed as err:
-            problem = str(err)
-        except OSError as err:
-            problem = f"{type(err).__name__}: {err}"
-        left = _retain(publication, keep=said["keep"]) if manifest is not None else ""
+        except Exception as err:  # whatever it is, the rank must hear of it
+            problem = str(err) if isinstance(err, EverstepError) else f"{type(err).__name__}: {err}"
+            discard(publication)
+        left = _retain(publication, keep=job["publication"]["keep"]) if manifest is not None else ""
         self.tell(
             "save",
             name,
@@ -176,6 +164,26 @@ class Connection:
         )
         if manifest is not None:
             self._node.rehash(self, name.directory(publication.root), name)
+
+
+def _publication(job: dict[str, Any], name: CheckpointName) -> Publication:
+    said = job["publication"]
+    return Publication(
+        root=Path(said["root"]),
+        aside=Path(job["aside"]),
+        name=name,
+        parent=CheckpointName(**said["parent"]) if said["parent"] else None,
+        job=said["job"],
+        total_steps=said["total_steps"],
+        world_size=job["part"]["world_size"],
+        torch_version=said["torch_version"],
+    )
+
+
+def _look_at_lease(*, held_ns: int | None) -> Callable[[], None]:
+    """What ends this process if the lease of its ranks has run out; None held: never. Raises `LeaseUnusable`."""
+    paths = LeasePaths.from_environment(os.environ)
+    return (lambda: None) if paths is None else PublishingLease(paths, held_ns=held_ns or 0).check
 
 
 def _retain(publication: Publication, *, keep: int) -> str:

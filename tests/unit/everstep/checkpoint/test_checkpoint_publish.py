@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from everstep.checkpoint import sealed
 from everstep.checkpoint.manifest import CheckpointName, FileEntry, Manifest, complete_checkpoints, read_manifest
-from everstep.checkpoint.publish import Publication, publish, tell_done, tell_failed
+from everstep.checkpoint.publish import Publication, discard, publish, tell_done, tell_failed
 from everstep.errors import CheckpointMissing, SaveFailed
 
 NAME = CheckpointName(generation=1, step=20)
@@ -97,6 +99,47 @@ def test_what_is_not_whole_is_not_published(
     with pytest.raises(SaveFailed, match=said):
         attempt(tmp_path, aside)
     assert complete_checkpoints(tmp_path) == []
+
+
+def test_what_is_left_of_a_failed_save_is_given_up_and_its_space_with_it(tmp_path: Path, aside: Path) -> None:
+    spoil_by_missing_part(aside)
+    discard(publication(tmp_path, aside))
+    NAME.directory(tmp_path).mkdir()  # renamed, and the manifest found no space
+    discard(publication(tmp_path, aside))
+    assert list((tmp_path / "generation-00001").iterdir()) == []
+
+
+def test_a_complete_checkpoint_is_never_given_up(tmp_path: Path, aside: Path) -> None:
+    write_all(aside)
+    manifest = attempt(tmp_path, aside)
+    discard(publication(tmp_path, aside))
+    assert complete_checkpoints(tmp_path) == [manifest]
+
+
+def test_manifest_that_cannot_be_made_durable_does_not_count(
+    tmp_path: Path, aside: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save that is told as failed must not turn up as complete."""
+    write_all(aside)
+    real = sealed.sync_directory
+
+    def fail_for_the_step(path: Path) -> None:
+        if path == NAME.directory(tmp_path):
+            raise OSError(errno.EIO, "I/O error")
+        real(path)
+
+    monkeypatch.setattr(sealed, "sync_directory", fail_for_the_step)
+    with pytest.raises(OSError, match="I/O error"):
+        attempt(tmp_path, aside)
+    assert complete_checkpoints(tmp_path) == []
+
+
+@pytest.mark.parametrize("content", ["", "7", "[7]", '[{"name": "x"}]'])
+def test_word_of_a_writer_that_makes_no_sense_fails_the_save(tmp_path: Path, aside: Path, content: str) -> None:
+    write_all(aside)
+    (aside / "done-00001.json").write_text(content)
+    with pytest.raises(SaveFailed, match=r"rank 1's writer said something that cannot be read"):
+        attempt(tmp_path, aside)
 
 
 def test_ranks_may_give_a_save_up(tmp_path: Path, aside: Path) -> None:

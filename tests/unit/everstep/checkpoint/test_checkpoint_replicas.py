@@ -54,6 +54,20 @@ def test_checksum_sees_each_bit_of_any_type_and_layout() -> None:
     assert checksum(shifted) == checksum(shifted.clone())
 
 
+def test_checksum_sees_the_same_values_in_another_place() -> None:
+    """Ranks that each count, queue or mark something of their own hold the same values, only elsewhere."""
+    marks = torch.eye(64)
+    assert len({checksum(row) for row in marks}) == 64
+    queue = torch.arange(1024.0).reshape(32, 32)
+    assert len({checksum(queue.roll(rows, dims=0)) for rows in range(32)}) == 32
+    signs = torch.ones(256)
+    flipped = [torch.where(torch.arange(256) == index, -signs, signs) for index in range(256)]
+    assert len({checksum(tensor) for tensor in flipped}) == 256
+    large = torch.zeros(1 << 20)
+    large[0] = 1.0
+    assert len({checksum(large.roll(1 << power)) for power in range(3, 20)}) == 17
+
+
 def test_nothing_is_kept_alike_without_data_parallelism() -> None:
     model = nn.Linear(2, 2)
     assert synchronized_paths({"model": model}, {"model/weight": model.weight}) == set()
