@@ -391,10 +391,10 @@ class Run:
         with the batch. samples and tokens are this rank's; a span knows its samples. parameter_norm is reported if it
         is given: it costs a pass over all parameters, so give it now and then.
         """
-        if self._numbers is not None:
-            raise UsageError(f"Step {self._done + 1} was reported already: call run.report once per step.")
         if not self._in_step:
             raise UsageError("Call run.report within the loop over run.steps(): there is no step to report.")
+        if self._numbers is not None:
+            raise UsageError(f"Step {self._done + 1} was reported already: call run.report once per step.")
         sampler: Any = self._tracked.get("sampler")
         order: SampleOrder | None = sampler if hasattr(sampler, "commit") else None
         optional: dict[str, Any] = {}
@@ -903,11 +903,12 @@ class Run:
             failed = getattr(sys, "last_value", None) is not None
             self._saver.close(limit_s=0.0 if failed else _LAST_SAVE_LIMIT_S)
             self._hear_of_saves()
-            if not (self._finished or failed or self._requests.all_end):
+            if self._made and not (self._finished or failed or self._requests.all_end):
                 self._warn(
                     f"This script ends after step {self._done} of {self.total_steps}: the run is not finished, and "
                     "what came after the last checkpoint is lost. Iterate run.steps() to its end."
                 )
+            self._saver = None
         self._log.write("stop", step=self._done)
         self._telemetry.close()
 
