@@ -77,6 +77,7 @@ class Daemon:
             environment=os.environ,
             driver=lambda: self._sensor.facts.driver,
             emit=self._emit,
+            tell_gap=self._tell_gap,
             drain=self._ranks.drain,
             children=self._children,
             changed=self._run_changed,
@@ -245,6 +246,11 @@ class Daemon:
 
     def _emit(self, message: Message) -> None:
         self._outbox.add(message)
+        self._link.wake()
+
+    def _tell_gap(self, reason: str) -> None:
+        log.error("something is lost and told as a gap", reason=reason)
+        self._outbox.tell_gap(reason)
         self._link.wake()
 
     def _run_changed(self) -> None:

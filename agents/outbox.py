@@ -90,8 +90,19 @@ class DiskOutbox:
         shape = self._box.reshaped
         seq = self._box.add(message)
         self.told.take(message)
+        self._keep_newest(shape)
+        return seq
+
+    def tell_gap(self, reason: str) -> int:
+        """Tell of a loss outside this outbox, under a number of its own."""
+        shape = self._box.reshaped
+        seq = self._box.tell_gap(reason)
+        self._keep_newest(shape)
+        return seq
+
+    def _keep_newest(self, shape: int) -> None:
         if self._file is None:
-            return seq
+            return
         try:
             if self._box.reshaped == shape:
                 self._file.append(self._box.newest)
@@ -100,7 +111,6 @@ class DiskOutbox:
                 self._rewrite()
         except OSError as err:
             self._fail(err)
-        return seq
 
     def begin(self, acknowledged: int) -> None:
         """A connection begins; see `Outbox.begin`."""

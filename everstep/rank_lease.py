@@ -18,15 +18,15 @@ from everstep.rank_log import RankLog
 class PublishingLease:
     """The lease as a node's writer sees it: it only looks, just before a manifest is put in place."""
 
-    def __init__(self, paths: LeasePaths) -> None:
-        """The lease holds now: a rank has just looked. Raises `LeaseUnusable`."""
+    def __init__(self, paths: LeasePaths, *, held_ns: int) -> None:
+        """held_ns: when the rank that asks for the checkpoint last found it held. Raises `LeaseUnusable`."""
         self._files = LeaseFiles(paths)
-        self._since_ns = boottime_ns()
+        self._held_ns = held_ns
 
     def check(self) -> None:
         """Ends the process at once, with exit code 76, if the lease has run out."""
         ranks = self._files.ranks()
-        mine = Held(sign_ns=self._since_ns, limit_ns=longest_limit_ns(ranks, self._files.terms))
+        mine = Held(sign_ns=self._held_ns, limit_ns=longest_limit_ns(ranks, self._files.terms))
         verdict = _judge(self._files, mine)
         if isinstance(verdict, Expired):
             os.write(2, f"{verdict}. This checkpoint is not published.\n".encode())
@@ -74,7 +74,8 @@ class RankLease:
 
     def _end(self, expired: Expired) -> NoReturn:
         """The last line of the output is what the runner reports."""
-        self._log.write("lease_expired", silent_s=expired.silent_ns / NS, limit_s=expired.limit_ns / NS)
+        silent_s, limit_s = expired.silent_ns / NS, expired.limit_ns / NS
+        self._log.write("lease_expired", silent_s=silent_s, limit_s=limit_s, phase=expired.phase)
         os.write(2, f"{expired}. This rank ends itself, since another generation may be running.\n".encode())
         os._exit(EXIT_CODE)
 

@@ -46,8 +46,10 @@ class RankLog:
             f'{{"kind":"{kind}","at":{time.time()!r},"monotonic_ns":{time.monotonic_ns()},"pid":{os.getpid()},'
             f'"generation":{self.generation},"rank":{self._rank}}}'
         )
-        with contextlib.suppress(OSError, ValueError):
-            os.write(self._fd, join_fields(head, fields).encode() + b"\n")
+        try:
+            os.write(self._fd, f"{join_fields(head, fields)}\n".encode())
+        except (OSError, ValueError):
+            return
 
     def start_beats(self) -> None:
         """Append the time to `rank-<rank>.beats` every 20 ms from a daemon thread, for as long as the process lives."""

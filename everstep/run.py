@@ -21,32 +21,30 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, get_args
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from everstep.checkpoint import memory, rng
-from everstep.checkpoint.manifest import (
-    MANIFEST,
-    CheckpointName,
-    newest_checkpoint,
-    newest_generation,
-    read_lineage,
-    record_lineage,
-)
+from everstep.checkpoint.left_overs import unfinished_saves
+from everstep.checkpoint.lineage import lineage_token, newest_generation, newest_snapshot, record_lineage
+from everstep.checkpoint.manifest import MANIFEST, CheckpointName, Manifest
 from everstep.checkpoint.memory import Held
 from everstep.checkpoint.memory_load import assemble, disband, look
 from everstep.checkpoint.memory_tier import MemorySettings
+from everstep.checkpoint.ownership import foreign_owner, not_ours
 from everstep.checkpoint.probe import StateProbes
 from everstep.checkpoint.reader import Loaded, read_checkpoint
 from everstep.checkpoint.retention import KEEP
 from everstep.checkpoint.saver import News, Saver, SaveSettings, WhenBusy
-from everstep.checkpoint.snapshot import RNG, put_back, take, unwrap
+from everstep.checkpoint.snapshot import RNG, data_parallel, put_back, take, unwrap
+from everstep.checkpoint.trackable import check_trackable
 from everstep.context import RunContext
 from everstep.data import SampleOrder, SampleSpan
 from everstep.elastic.lease import Phase
@@ -78,6 +76,14 @@ _NOT_SAID: Any = object()
 _LAST_ATTEMPTS = 2
 """To bring the last step to disk before the run ends."""
 
+_REBUILT_FROM = 3
+"""Ranks from which on the order of a sum matters: of two numbers it does not."""
+
+_LAST_SAVE_LIMIT_S = 60.0
+"""How long a script that ends before its last step waits for a save under way; one that failed ends at once."""
+
+_NO_LOSS = '{"loss_hex":null}'
+
 _LEFT_OUT = {
     "model": "its weights are neither saved nor restored, so that a recovery starts training from scratch",
     "optimizer": "its moments are lost in a recovery; the loss goes on almost unchanged and then drifts",
@@ -86,15 +92,14 @@ _LEFT_OUT = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepNumbers:
-    """What the script reported about the step in hand."""
+class StepNumbers(NamedTuple):
+    """What the script reported about the step in hand. A tuple, since one is made in each step."""
 
     loss: float | None = None
     learning_rate: float | None = None
     grad_norm: float | None = None
     span: SampleSpan | None = None
-    optional: dict[str, Any] = field(default_factory=dict)
+    optional: Mapping[str, Any] = {}
     """What is told only where it is known, by its name in the datagram."""
 
 
@@ -146,8 +151,11 @@ class Run:
         memory_every: int | Literal["auto"] | None = None,
         memory_partner: bool = False,
     ) -> None:
-        if total_steps < 1 or keep < 1:
-            raise UsageError(f"Run(total_steps={total_steps}, keep={keep}): each must be at least 1.")
+        for name, value in (("total_steps", total_steps), ("keep", keep)):
+            if not isinstance(value, int) or value < 1:
+                raise UsageError(f"Run({name}={value!r}): give a whole number of at least 1.")
+        if when_busy not in get_args(WhenBusy):
+            raise UsageError(f"Run(when_busy={when_busy!r}): say 'wait' or 'skip'.")
         self.total_steps = total_steps
         self._interval = SaveInterval(save_every, nodes=int(os.environ.get("GROUP_WORLD_SIZE", "1")))
         self._memory_interval = MemoryInterval(memory_every)
@@ -177,6 +185,10 @@ class Run:
         self._done = 0
         self._made = 0
         self._phase = Phase.SETUP
+        self._warmed_up = False
+        self._in_step = False
+        """The loop's body is at work on a step, or has left the loop in it."""
+        self._begun = self._finished = False
         self._saver: Saver | None = None
         self._when_busy = when_busy
         self._saved_step: int | None = None
@@ -208,6 +220,12 @@ class Run:
         return self._done
 
     @property
+    def _promises(self) -> bool:
+        """Whether equal state gives equal losses, bit for bit."""
+        promised = self._deterministic
+        return torch.are_deterministic_algorithms_enabled() if promised is None else promised
+
+    @property
     def save_every(self) -> int:
         """Steps between saves; with `auto`, as measured until now."""
         return self._interval.steps
@@ -230,15 +248,12 @@ class Run:
         for part, target in named.items():
             if target is _NOT_SAID:
                 continue
-            if part == RNG:
-                raise UsageError(f"The name {RNG!r} is taken: Run saves the random generators itself.")
-            self._declared.add(part)
             if target is None:
                 self._tracked.pop(part, None)
-            elif not (hasattr(target, "state_dict") and hasattr(target, "load_state_dict")):
-                raise UsageError(f"Cannot track {part}: a {type(target).__name__} has no state_dict/load_state_dict.")
             else:
+                check_trackable(part, target)
                 self._tracked[part] = target
+            self._declared.add(part)
 
     def warm_up(self, forward_backward: Callable[[], object]) -> None:
         """Make a resumed run sum gradients in the same order as one that was never interrupted. Call before `resume`.
@@ -249,8 +264,9 @@ class Run:
         """
         if self._team is not None or "model" not in self._tracked:
             raise UsageError("Call run.warm_up after run.track(model=...) and before run.resume().")
+        self._warmed_up = True
         team = Team()
-        if team.world_size < 3:
+        if team.world_size < _REBUILT_FROM:
             return
         model = unwrap(self._tracked["model"])
         weights, generators = copy.deepcopy(model.state_dict()), rng.capture()
@@ -268,11 +284,18 @@ class Run:
         """
         self._team = team = Team()
         self.rank = team.rank
-        self._warn_of_what_is_left_out()
+        self._begun = self._finished = self._in_step = False
+        self._warn_of_what_is_left_out(team)
         seen = look(team, self._memory_root)
         self._choose_parent(team, seen)
         if self._parent is not None:
             self._loaded = self._load_best(team, seen, self._parent)
+            if self._parent.step > self.total_steps:
+                raise UsageError(
+                    f"Checkpoint {self._parent} in {self.checkpoint_directory} was taken after step "
+                    f"{self._parent.step}, and total_steps is {self.total_steps}: raise it, or use another directory."
+                )
+            self._warn_of_what_changed(team, self._loaded.manifest)
             self._done = self._parent.step
             self._saved_step = None if self._tier == "memory" else self._done
         return self._done
@@ -285,18 +308,28 @@ class Run:
         """
         if self._team is None:
             raise UsageError("Call run.resume() before run.steps(); it does nothing when there is nothing to resume.")
+        if self._begun:
+            raise UsageError(
+                f"run.steps() was iterated before, up to step {self._done} of {self.total_steps}. Iterate it once: "
+                "zip(run.steps(), run.batches(loader)) goes on through all epochs."
+            )
         self._begin()
-        guard = register_optimizer_step_pre_hook(self._check_stepped_optimizer)
+        guard: RemovableHandle | None = register_optimizer_step_pre_hook(self._check_stepped_optimizer)
         self._split.watch_optimizers()
         try:
             while self._done < self.total_steps:
                 self._numbers = None
                 started = time.monotonic()
+                self._in_step = True
                 yield self._done + 1
+                self._in_step = False
                 self._finish_step(time.monotonic() - started)
-                guard.remove()
+                if guard is not None:
+                    guard.remove()
+                    guard = None
         finally:
-            guard.remove()
+            if guard is not None:
+                guard.remove()
             self._split.close()
         self._finish()
 
@@ -307,10 +340,18 @@ class Run:
 
         A source that comes to its end is iterated anew, as the next epoch. Raises `UsageError` if it is empty.
         """
-        passes = 0
+        if not hasattr(source, "__iter__"):
+            raise UsageError(f"run.batches cannot iterate a {type(source).__name__}: give it a loader.")
+        passes, warned = 0, False
         while True:
             given, iterator = 0, iter(source)
             while True:
+                if not self._in_step and not warned:
+                    warned = True
+                    self._warn(
+                        f"A batch is fetched before step {self._done + 1} has begun: what that draws from the random "
+                        "generators is drawn again in a recovery. Write zip(run.steps(), run.batches(loader))."
+                    )
                 started = time.monotonic()
                 try:
                     batch = next(iterator)
@@ -345,24 +386,29 @@ class Run:
         """
         if self._numbers is not None:
             raise UsageError(f"Step {self._done + 1} was reported already: call run.report once per step.")
+        if not self._in_step:
+            raise UsageError("Call run.report within the loop over run.steps(): there is no step to report.")
         sampler: Any = self._tracked.get("sampler")
         order: SampleOrder | None = sampler if hasattr(sampler, "commit") else None
-        optional: dict[str, Any] = {
-            "parameter_norm": _number(parameter_norm),
-            "samples": span.count if samples is None and span is not None else samples,
-            "tokens": tokens,
-        }
+        optional: dict[str, Any] = {}
+        if parameter_norm is not None:
+            optional["parameter_norm"] = _number(parameter_norm)
+        if samples is None and span is not None:
+            samples = span.count
+        if samples is not None:
+            optional["samples"] = samples
+        if tokens is not None:
+            optional["tokens"] = tokens
+        promised = None
         if span is not None:
-            optional["epoch_size"] = span.epoch_size
-            optional["indices_digest"] = span.indices_digest
-            optional["order_digest"] = None if order is None else order.order_digest(span)
-        self._numbers = StepNumbers(
-            loss=_number(loss),
-            learning_rate=_number(learning_rate),
-            grad_norm=_number(grad_norm),
-            span=span,
-            optional={name: value for name, value in optional.items() if value is not None},
-        )
+            promised = None if order is None else order.order_digest(span)
+            if span.epoch_size is not None:
+                optional["epoch_size"] = span.epoch_size
+            if span.indices_digest is not None:
+                optional["indices_digest"] = span.indices_digest
+            if promised is not None:
+                optional["order_digest"] = promised
+        self._numbers = StepNumbers(_number(loss), _number(learning_rate), _number(grad_norm), span, optional)
         if order is None:
             return
         if span is None:
@@ -373,7 +419,6 @@ class Run:
                 f"tracked sampler stands at {order.position} of epoch {order.epoch}: samples were skipped or "
                 "repeated. Iterate the sampler that is tracked."
             )
-        promised = optional["order_digest"]
         if promised is not None and span.indices_digest not in (None, promised):
             self._warn(
                 f"Step {self._done + 1}: the batch that came with the span [{span.start}, {span.stop}) of epoch "
@@ -406,39 +451,61 @@ class Run:
 
     # --- Resuming -------------------------------------------------------------------------------------------------
 
-    def _choose_parent(self, team: Team, seen: Sequence[Sequence[Held]]) -> None:
-        """Rank 0 looks and decides, so that ranks cannot disagree about a directory that changes."""
-        choice: tuple[_Start | None, str] = (None, "")
+    def _choose_parent(self, team: Team, seen: Sequence[Sequence[Held]], *, number: int | None = None) -> None:
+        """Rank 0 looks and decides, so that ranks cannot disagree about a directory that changes.
+
+        `seen`: what of each node's memory may be used. `number`: of a generation that has one and chooses again.
+        """
+        choice: tuple[_Start | None, EverstepError | None] = (None, None)
         if team.leads:
             try:
-                choice = (self._look_for_parent(seen), "")
+                choice = (self._look_for_parent(seen, number), None)
+            except EverstepError as err:
+                choice = (None, err)
             except OSError as err:
-                choice = (None, f"{type(err).__name__}: {err}")
+                what = f"Cannot use checkpoint directory {self.checkpoint_directory}: {type(err).__name__}: {err}."
+                choice = (None, UsageError(what))
         start, problem = team.broadcast(choice)
-        if start is None:
-            raise UsageError(f"Cannot use checkpoint directory {self.checkpoint_directory}: {problem}.")
+        if problem:
+            raise problem
+        assert start is not None
         self._parent, self.generation, self._token = start.parent, start.generation, start.token
         self._memory_kept = None if start.in_memory is None or start.parent is None else (start.parent, start.in_memory)
         self._on_disk = start.on_disk
         self._log.generation = self._telemetry.generation = self.generation
 
-    def _look_for_parent(self, seen: Sequence[Sequence[Held]]) -> _Start:
-        """`seen`: what of each node's memory may be used."""
+    def _warn_of_unfinished_saves(self, parent: CheckpointName | None) -> None:
+        names = [str(name) for name in unfinished_saves(self.checkpoint_directory, after=parent)]
+        if names:
+            goes_on = f"goes on from checkpoint {parent}" if parent else "starts from the beginning"
+            self._warn(
+                f"The save of {', '.join(names[-3:])} under {self.checkpoint_directory} was never finished: it does "
+                f"not count, and training {goes_on}."
+            )
+
+    def _look_for_parent(self, seen: Sequence[Sequence[Held]], number: int | None) -> _Start:
         root = self.checkpoint_directory
         in_memory = {
             name: token
             for name, token in memory.whole_snapshots(held for one in seen for held in one).items()
-            if (lineage := read_lineage(root, name.generation)) is not None and lineage.token == token
+            if lineage_token(root, name.generation) == token
         }
         if self._context.generation is not None:
             parent, generation = self._context.parent, self._context.generation
+            other = "" if parent else foreign_owner(root, self._context.job)
+            if other:
+                raise UsageError(
+                    f"Cannot use checkpoint directory {root}: it holds checkpoints of job {other}, and this job, "
+                    f"{self._context.job}, starts from the beginning. Give each job a directory of its own."
+                )
         else:
-            parent = self._context.parent or newest_checkpoint(root, in_memory=in_memory)
-            generation = self.generation or newest_generation(root) + 1
+            parent = self._context.parent or newest_snapshot(root, in_memory)
+            generation = number or newest_generation(root) + 1
+        self._warn_of_unfinished_saves(parent)
         return _Start(
             parent=parent,
             generation=generation,
-            token=record_lineage(root, generation, parent=parent).token,
+            token=record_lineage(root, generation, parent=parent),
             in_memory=None if parent is None else in_memory.get(parent),
             on_disk=parent is not None and (parent.directory(root) / MANIFEST).exists(),
         )
@@ -461,7 +528,7 @@ class Run:
             if not self._on_disk and self._context.parent is not None:
                 raise
             if not self._on_disk:
-                self._choose_parent(team, ())
+                self._choose_parent(team, (), number=self.generation)
             self._memory_kept = None
             if self._parent is None:
                 raise type(err)(
@@ -480,6 +547,8 @@ class Run:
                 world_size=team.world_size,
                 tracked=self._tracked,
             )
+            if self._context.generation is not None and (problem := not_ours(loaded.manifest, self._context.job)):
+                raise UsageError(problem)
             put_back(self._tracked, loaded.states)
         except EverstepError as err:
             error = err
@@ -498,16 +567,44 @@ class Run:
             raise kind(f"Cannot resume from {name}, since another rank cannot: {others[0]}")
         return loaded
 
-    def _warn_of_what_is_left_out(self) -> None:
+    def _warn_of_what_is_left_out(self, team: Team) -> None:
         for part, consequence in _LEFT_OUT.items():
             if part not in self._declared:
                 hint = "" if part == "model" else f", or {part}=None if there is none"
                 self._warn(f"The {part} is not tracked: {consequence}. Call run.track({part}=...){hint}.")
+        wrapped = any(data_parallel(target) is not None for target in self._tracked.values())
+        if team.world_size >= _REBUILT_FROM and wrapped and self._promises and not self._warmed_up:
+            self._warn(
+                f"With {team.world_size} ranks, DistributedDataParallel sums gradients in another order after a resume "
+                "than in a run that went through, so losses differ in their last bits. Call run.warm_up before "
+                "run.resume."
+            )
+
+    def _warn_of_what_changed(self, team: Team, saved: Manifest) -> None:
+        """What a checkpoint was saved with, where another thing now means that no bits can be promised."""
+        if saved.world_size != team.world_size and team.leads:
+            self._warn(
+                f"Checkpoint {saved.name} was saved by {saved.world_size} ranks and is resumed with {team.world_size}: "
+                "the random generators cannot be mapped and begin anew, so dropout and the like draw other numbers."
+            )
+        if saved.torch_version != torch.__version__ and team.leads:
+            self._warn(
+                f"Checkpoint {saved.name} was saved with torch {saved.torch_version} and is resumed with "
+                f"{torch.__version__}: losses may differ in their last bits."
+            )
+        if saved.job != self._context.job and team.leads:
+            self._warn(
+                f"Checkpoint {saved.name} is one of job {saved.job}: this run goes on from it and saves beside it as "
+                f"generation {self.generation}. If that job is still wanted, give this run a directory of its own."
+            )
 
     # --- Training -------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
         assert self._team is not None
+        self._begun = True
+        if self._saver is not None:
+            self._saver.close()
         saved = {} if self._loaded is None else self._loaded.digests
         if self._loaded is not None and RNG in self._loaded.states:
             rng.restore(self._loaded.states[RNG])
@@ -518,7 +615,6 @@ class Run:
             live.pop(RNG)  # another world size: there is nothing to compare it with
         self._loaded = None
         self._probes.begin(self._tracked)
-        deterministic = self._deterministic
         self._check_lease()
         self._tell(
             "resumed",
@@ -529,7 +625,7 @@ class Run:
             tier=self._tier,
             saved_digest=saved,
             live_digest=live,
-            deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
+            deterministic=self._promises,
         )
         self._interval.begin(self._done)
         self._memory_interval.begin(self._done)
@@ -543,6 +639,7 @@ class Run:
                 keep=self.keep,
                 when_busy=self._when_busy,
                 memory=None if self._memory_interval.steps is None else self._memory_settings(),
+                look_at_lease=self._lease.check if self._lease else None,
             ),
             self._team,
         )
@@ -568,25 +665,11 @@ class Run:
             )
         self._done += 1
         self._made += 1
-        span = numbers.span
-        before, self._phase = self._phase, max(self._phase, Phase.STEP)
+        before = self._phase
+        if before < Phase.STEP:
+            self._phase = Phase.STEP
         self._advance()
-        self._tell(
-            "step",
-            log_fields={"loss_hex": None if numbers.loss is None else numbers.loss.hex()},
-            step=self._done,
-            loss=numbers.loss,
-            learning_rate=numbers.learning_rate,
-            grad_norm=numbers.grad_norm,
-            epoch=span.epoch if span else 0,
-            span_start=span.start if span else None,
-            span_stop=span.stop if span else None,
-            step_time_s=step_time_s,
-            **numbers.optional,
-            **self._split.take(step_time_s),
-            **self._gauge.read(time.monotonic()),
-            probe=self._probes.after_step(self._tracked),
-        )
+        self._tell_step(numbers, step_time_s)
         if self._phase != before:
             self._tell("phase", phase=self._phase.word)
         self._interval.made(step_time_s)
@@ -601,12 +684,18 @@ class Run:
         self._requests.leave_if_told()
 
     def _finish(self) -> None:
-        self._save_for_good()
+        """Not finished before the last step is on disk: a job that ends without its result has not succeeded."""
+        self._finished = True
+        saved = self._save_for_good()
         self._check_lease()
-        assert self._team is not None
-        if self._team.broadcast(self._saved_step == self._done):
-            memory.forget(self._memory_root)  # the disk has the end
-        self._tell("finished", step=self._done)
+        if saved:
+            memory.forget(self._memory_root)
+            self._tell("finished", step=self._done)
+        else:
+            self._warn(
+                f"Step {self._done}, the last one, could not be saved under {self.checkpoint_directory}: this run does "
+                "not count as finished. Once there is room, start it again: it goes on from its last checkpoint."
+            )
 
     def _save(self, *, to_disk: bool = True, to_memory: bool = False) -> None:
         """Begin to save, all ranks together. A failure is told and survived: the next save tries again."""
@@ -615,13 +704,12 @@ class Run:
         with self._during(Phase.SAVE), self._split.saving():
             self._hear_of_saves()
             name = CheckpointName(generation=self.generation, step=self._done)
-            begun = self._saver.save(name, self._tracked, to_disk=to_disk, to_memory=to_memory)
-            self._probes.begin(self._tracked)
+            self._saver.save(name, self._tracked, to_disk=to_disk, to_memory=to_memory, look=self._probes.begin_with)
         blocked_s = time.monotonic() - started
         if to_disk:
             self._blocked_s = blocked_s
         self._hear_of_saves()
-        if begun and to_disk:
+        if to_disk:
             self._interval.saved(self._done, blocked_s=blocked_s)
         if to_memory:
             self._memory_interval.kept(self._done, blocked_s=blocked_s)
@@ -633,19 +721,18 @@ class Run:
         if self._interval.measures:
             self._interval.steps = self._team.greatest(self._interval.best_steps() if self._team.leads else 0)[0]
 
-    def _save_for_good(self) -> None:
-        """Wait for what is under way, and return once the last step is on disk, or could not be brought there."""
+    def _save_for_good(self) -> bool:
+        """Wait for what is under way, and return whether the last step is on disk, or could not be brought there."""
         assert self._team is not None and self._saver is not None
-        for _ in range(_LAST_ATTEMPTS):
-            with self._during(Phase.SAVE):
-                self._saver.settle()
-            self._hear_of_saves()
-            if self._team.broadcast(self._saved_step == self._done):
-                return
-            self._save()
         with self._during(Phase.SAVE):
-            self._saver.settle()
-        self._hear_of_saves()
+            for attempts_left in reversed(range(_LAST_ATTEMPTS + 1)):
+                self._saver.settle()
+                self._hear_of_saves()
+                saved = self._team.broadcast(self._saved_step == self._done)
+                if saved or not attempts_left:
+                    break
+                self._save()
+        return saved
 
     def _hear_of_saves(self) -> None:
         """Tell what has become of earlier saves."""
@@ -710,8 +797,11 @@ class Run:
 
     def _check_stepped_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """In the first step: does an optimizer that nobody saves move the tracked model?"""
-        if "optimizer" not in self._tracked or any(optimizer is target for target in self._tracked.values()):
-            return
+        steppers = (
+            stepper for target in self._tracked.values() for stepper in (target, getattr(target, "optim", None))
+        )
+        if "optimizer" not in self._tracked or any(optimizer is stepper for stepper in steppers):
+            return  # a ZeroRedundancyOptimizer steps another one, its `optim`
         parameters = getattr(unwrap(self._tracked.get("model")), "parameters", list)
         mine = {id(parameter) for parameter in parameters()}
         if any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
@@ -747,15 +837,38 @@ class Run:
 
     # --- Telling --------------------------------------------------------------------------------------------------
 
-    def _tell(self, kind: str, *, log_fields: dict[str, Any] | None = None, **fields: Any) -> None:
+    def _tell_step(self, numbers: StepNumbers, step_time_s: float) -> None:
+        """Every step pays for this: it is counted in microseconds by benchmarks/step_overhead.py."""
+        span, loss = numbers.span, numbers.loss
+        fields: dict[str, Any] = {
+            "step": self._done,
+            "loss": loss,
+            "learning_rate": numbers.learning_rate,
+            "grad_norm": numbers.grad_norm,
+            "step_time_s": step_time_s,
+            **numbers.optional,
+        }
+        fields["epoch"], fields["span_start"], fields["span_stop"] = (
+            (0, None, None) if span is None else (span.epoch, span.start, span.stop)
+        )
+        self._split.take(step_time_s, into=fields)
+        self._gauge.read(time.monotonic(), into=fields)
+        if (probe := self._probes.after_step(self._tracked)) is not None:
+            fields["probe"] = probe
+        self._tell_fields("step", fields, log_only=_NO_LOSS if loss is None else f'{{"loss_hex":"{loss.hex()}"}}')
+
+    def _tell(self, kind: str, **fields: Any) -> None:
+        self._tell_fields(kind, fields)
+
+    def _tell_fields(self, kind: str, fields: dict[str, Any], *, log_only: str = "{}") -> None:
+        """To log and agent; `log_only` is a JSON object of what the agent does not need."""
         if not (self._log.open or self._telemetry.open):
             return
         try:
             encoded = encode_fields(fields)
-            for_log = join_fields(encoded, encode_fields(log_fields)) if log_fields else encoded
         except BadDatagram:
             return
-        self._log.write_encoded(kind, for_log)
+        self._log.write_encoded(kind, join_fields(encoded, log_only))
         self._telemetry.send_encoded(kind, encoded)
 
     def _warn(self, text: str) -> None:
@@ -764,10 +877,19 @@ class Run:
 
     def _stop(self) -> None:
         if self._saver is not None:
-            self._saver.close()
+            failed = getattr(sys, "last_value", None) is not None
+            self._saver.close(limit_s=0.0 if failed else _LAST_SAVE_LIMIT_S)
+            self._hear_of_saves()
+            if not (self._finished or failed or self._requests.all_end):
+                self._warn(
+                    f"This script ends after step {self._done} of {self.total_steps}: the run is not finished, and "
+                    "what came after the last checkpoint is lost. Iterate run.steps() to its end."
+                )
         self._log.write("stop", step=self._done)
         self._telemetry.close()
 
 
 def _number(value: Any) -> float | None:
+    if type(value) is float:
+        return value
     return None if value is None else float(value.detach() if isinstance(value, torch.Tensor) else value)

@@ -42,10 +42,12 @@ class SaveInterval:
         """Raises `UsageError` for what is neither a number of steps nor `auto`."""
         wanted: int | str = environment.get(SAVE_EVERY) or save_every
         self.measures = wanted == AUTO
+        if isinstance(wanted, bool) or not isinstance(wanted, int | str):
+            raise UsageError(f"save_every is {wanted!r}: give a whole number of steps, or {AUTO!r}.")
         try:
             self.steps = BEFORE_MEASURED if self.measures else int(wanted)
         except ValueError as err:
-            raise UsageError(f"save_every is {wanted!r}: give a number of steps, or {AUTO!r}.") from err
+            raise UsageError(f"save_every is {wanted!r}: give a whole number of steps, or {AUTO!r}.") from err
         if self.steps < 1:
             raise UsageError(f"save_every is {wanted!r}: give at least 1 step, or {AUTO!r}.")
         self._mtbf_s = DEFAULT_MTBF_S / max(1, nodes)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -48,45 +48,55 @@ class StepSplit:
         """Training has waited for a batch."""
         self._data_s = (self._data_s or 0.0) + seconds
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        started = time.monotonic()
-        try:
-            yield
-        finally:
-            self._wait_s = (self._wait_s or 0.0) + time.monotonic() - started
+    def waiting(self) -> AbstractContextManager[None]:
+        return _Measured(self._waited)
 
-    @contextmanager
-    def saving(self) -> Iterator[None]:
-        started = time.monotonic()
-        try:
-            yield
-        finally:
-            self._checkpoint_s = (self._checkpoint_s or 0.0) + time.monotonic() - started
+    def saving(self) -> AbstractContextManager[None]:
+        return _Measured(self._saved)
 
-    def take(self, step_time_s: float) -> dict[str, float]:
-        """The parts that are known, in seconds. What no part claims is forward and backward, if `data_s` is known.
+    def take(self, step_time_s: float, *, into: dict[str, Any]) -> None:
+        """Add the parts that are known, in seconds. What no part claims is forward and backward, if `data_s` is known.
 
         `checkpoint_s` is what a save between the step before and this one took, and is no part of `step_time_s`.
         """
-        parts = {
-            "data_s": self._data_s,
-            "optimizer_s": self._optimizer_s,
-            "wait_s": self._wait_s,
-        }
-        found = {name: value for name, value in parts.items() if value is not None}
-        if self._data_s is not None:
-            found["forward_backward_s"] = max(0.0, step_time_s - sum(found.values()))
+        claimed_s = 0.0
+        if (optimizer_s := self._optimizer_s) is not None:
+            into["optimizer_s"] = optimizer_s
+            claimed_s += optimizer_s
+        if (wait_s := self._wait_s) is not None:
+            into["wait_s"] = wait_s
+            claimed_s += wait_s
+        if (data_s := self._data_s) is not None:
+            into["data_s"] = data_s
+            into["forward_backward_s"] = max(0.0, step_time_s - data_s - claimed_s)
         if self._checkpoint_s is not None:
-            found["checkpoint_s"] = self._checkpoint_s
+            into["checkpoint_s"] = self._checkpoint_s
         self._data_s = self._optimizer_s = self._wait_s = self._checkpoint_s = None
-        return found
+
+    def _waited(self, seconds: float) -> None:
+        self._wait_s = (self._wait_s or 0.0) + seconds
+
+    def _saved(self, seconds: float) -> None:
+        self._checkpoint_s = (self._checkpoint_s or 0.0) + seconds
 
     def _before_optimizer(self, *_: Any) -> None:
         self._optimizer_started = time.monotonic()
 
     def _after_optimizer(self, *_: Any) -> None:
         self._optimizer_s = (self._optimizer_s or 0.0) + time.monotonic() - self._optimizer_started
+
+
+class _Measured(AbstractContextManager[None]):
+    """Tells how long its body took, whatever became of it."""
+
+    def __init__(self, tell: Callable[[float], None]) -> None:
+        self._tell = tell
+
+    def __enter__(self) -> None:
+        self._started = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        self._tell(time.monotonic() - self._started)
 
 
 class MemoryGauge:
@@ -96,21 +106,19 @@ class MemoryGauge:
         self._due = 0.0
         self._statm: int | None = None
 
-    def read(self, now: float) -> dict[str, int]:
-        """`memory_bytes` resident and, where CUDA is in use, `gpu_memory_bytes` at most allocated; {} if not due.
+    def read(self, now: float, *, into: dict[str, Any]) -> None:
+        """Add `memory_bytes` resident and, where CUDA is in use, `gpu_memory_bytes` at most allocated, if due.
 
         now: seconds of the monotonic clock.
         """
         if now < self._due:
-            return {}
+            return
         self._due = now + MEMORY_EVERY_S
-        found = {}
         try:
             if self._statm is None:
                 self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
-            found["memory_bytes"] = int(os.pread(self._statm, 100, 0).split()[1]) * _PAGE_BYTES
+            into["memory_bytes"] = int(os.pread(self._statm, 100, 0).split()[1]) * _PAGE_BYTES
         except (OSError, IndexError, ValueError):
             self._statm = None
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            found["gpu_memory_bytes"] = torch.cuda.max_memory_allocated()
-        return found
+            into["gpu_memory_bytes"] = torch.cuda.max_memory_allocated()

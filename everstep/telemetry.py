@@ -118,13 +118,27 @@ class Telemetry:
             self._socket = None
 
     def _flush(self) -> bool:
-        """Addressed by path each time, since an agent that restarted has bound a new socket to it."""
+        """Whatever goes wrong, the path is looked up anew: an agent that restarted has bound a new socket to it."""
+        kept = self._socket is not None
         try:
             if self._socket is None:
-                self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+                self._socket = _connected(self._path or "")
             while self._backlog:
-                self._socket.sendto(self._backlog[0], self._path or "")
+                self._socket.send(self._backlog[0])
                 self._backlog.popleft()
-        except OSError:
-            return False
+        except OSError as err:
+            if self._socket is not None:
+                self._socket.close()
+                self._socket = None
+            return kept and not isinstance(err, BlockingIOError) and self._flush()
         return True
+
+
+def _connected(path: str) -> socket.socket:
+    channel = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+    try:
+        channel.connect(path)
+    except OSError:
+        channel.close()
+        raise
+    return channel

@@ -274,6 +274,7 @@ def _plan_of(job: Job, number: int, plan_id: str, shares: list[Stray]) -> Recove
         ranks_per_node=first.ranks_per_node,
         master_address=first.master_address,
         parent=parent,
+        parent_in_memory=first.parent_in_memory,
         parent_reason="found running; this database is older than its plan",
         placement_reason="found running there",
         lease=None,

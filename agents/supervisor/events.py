@@ -50,6 +50,8 @@ class LeaseExpired(_Event, frozen=True, tag="lease_expired"):
 
     silent_s: float = 0.0
     limit_s: float = 0.0
+    phase: str = ""
+    """Whose limit it was; "" from a runner that does not say."""
 
 
 RunnerEvent = RunnerStarted | RankBegan | RankEnded | RunnerEnded | LeaseExpired
@@ -64,6 +66,11 @@ class LineTail:
         self._path = path
         self._offset = start
         self._rest = b""
+
+    @classmethod
+    def of_end(cls, path: Path, size_bytes: int) -> LineTail:
+        """From `size_bytes` before the file's end on; the first line may be half of one."""
+        return cls(path, start=max(0, size_of(path) - size_bytes))
 
     def lines(self) -> list[bytes]:
         """Return the lines that were completed since the last call; none if there is no such regular file."""
@@ -84,6 +91,14 @@ class LineTail:
         *lines, self._rest = b"".join((self._rest, *chunks)).split(b"\n")
         self._rest = self._rest[-_MAX_LINE_BYTES:]
         return [line for line in lines if line]
+
+
+def size_of(path: Path) -> int:
+    """Of a file in bytes; 0 where there is none."""
+    try:
+        return path.lstat().st_size
+    except OSError:
+        return 0
 
 
 class EventTail:

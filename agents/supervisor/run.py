@@ -29,7 +29,7 @@ from agents.protocol.messages import (
     SeenPhase,
     StopProof,
 )
-from agents.sensors.rank_reports import RankReport, StepSaid, parse_log_line
+from agents.sensors.rank_reports import RankReport
 from agents.supervisor.cgroups import ControlGroup, NodeGroups
 from agents.supervisor.checkpoints import is_complete
 from agents.supervisor.environment import base_environment, mark_of, rank_environment
@@ -48,6 +48,7 @@ from agents.supervisor.intake import Intake
 from agents.supervisor.launch_file import LEASE_PROTOCOL, RUNNER_PROTOCOLS, choose_protocol, launch_file
 from agents.supervisor.lease import Lease, LeaseFiles
 from agents.supervisor.memory_places import MemoryPlaces
+from agents.supervisor.missed_words import missed_words
 from agents.supervisor.ports import PORT_BUSY, PortReservations
 from agents.supervisor.process_table import carries_mark
 from agents.supervisor.processes import RunnerProcess
@@ -60,8 +61,6 @@ log = NodeLog(__name__)
 
 _LOOK_AGAIN_S = 0.5
 """How often events are read without a poke; pokes may be lost."""
-_LOG_TAIL_BYTES = 1 << 20
-_LOG_SINCE_RESTART_BYTES = 8 << 20
 _REASONS = {"port_busy": PORT_BUSY, "rank_failed": "", "": "", "lease": "lease"}
 
 
@@ -83,6 +82,8 @@ class Workplace:
     environment: Mapping[str, str]
     driver: Callable[[], str]
     emit: Callable[[Message], None]
+    tell_gap: Callable[[str], None]
+    """Something is lost for good: the server shows it."""
     drain: Callable[[], None]
     """Take all that ranks have said until now."""
     children: set[int]
@@ -258,7 +259,7 @@ class Run:
         self._find_lease(record)
         log.info("run found again", alive=self._runner is not None, **self._fields)
         # The logs before the first datagram: what was said while no agent listened stands in them only.
-        self._take_from_logs(self.ranks, size_bytes=_LOG_SINCE_RESTART_BYTES)
+        self._take_from_logs(self.ranks)
         self._read_events()
         self._note(SeenPhase.RUNNING, detail="Found again after the agent's restart.")
 
@@ -483,7 +484,8 @@ class Run:
         """(detail, reason) of a run that ended without being told to; both empty if it was told to."""
         if self._lease_expired is not None:
             silent_s, limit_s = self._lease_expired.silent_s, self._lease_expired.limit_s
-            words = f"its lease ran out after {silent_s:.1f} s without contact and progress (limit {limit_s:.1f} s)"
+            limit = f"limit of phase {phase}:" if (phase := self._lease_expired.phase) else "limit"
+            words = f"its lease ran out after {silent_s:.1f} s without contact and progress ({limit} {limit_s:.1f} s)"
             return words, "lease"
         if self._killed_at is not None:
             return "", ""
@@ -497,7 +499,7 @@ class Run:
         return f"{self._runner.exit_words} {self._last_words()}".strip(), "runner"
 
     def _last_words(self) -> str:
-        lines = LineTail(self._files.runner_log, start=_tail_start(self._files.runner_log, 8192)).lines()
+        lines = LineTail.of_end(self._files.runner_log, 8192).lines()
         return lines[-1].decode(errors="replace")[:1000] if lines else ""
 
     def _read_events(self) -> None:
@@ -549,27 +551,28 @@ class Run:
     def _catch_up(self, ranks: Iterable[int]) -> None:
         """Take what the ranks said but did not get through: first from the socket, then from their own logs."""
         self._place.drain()
-        self._take_from_logs(ranks, size_bytes=_LOG_TAIL_BYTES)
+        self._take_from_logs(ranks)
 
-    def _take_from_logs(self, ranks: Iterable[int], *, size_bytes: int) -> None:
+    def _take_from_logs(self, ranks: Iterable[int]) -> None:
         for rank in ranks:
-            for said in reversed(self._unheard(rank, size_bytes=size_bytes)):
-                self.intake.take(said)
+            known_step = self.intake.progress.step.get(rank, 0)
+            missed = missed_words(
+                self._files.rank_log(rank),
+                job=self.job,
+                generation=self.generation,
+                rank=rank,
+                known_step=known_step,
+            )
+            if not missed.whole:
+                self._place.tell_gap(
+                    f"job {self.job}, generation {self.generation}: rank {rank} said more than can be read again while "
+                    f"nobody listened; of its steps from {known_step + 1} on the oldest are not told"
+                )
+            for said in missed.reports:
+                if not self.intake.take(said):
+                    self.intake.flush()
+                    self.intake.take(said)
             self.intake.flush()
-
-    def _unheard(self, rank: int, *, size_bytes: int) -> list[RankReport]:
-        """The newest lines of a rank's log down to the last step that is known, newest first."""
-        path = self._files.rank_log(rank)
-        known = self.intake.progress.step.get(rank, 0)
-        found: list[RankReport] = []
-        for line in reversed(LineTail(path, start=_tail_start(path, size_bytes)).lines()):
-            said = parse_log_line(line, job=self.job)
-            if said is None or said.rank != rank or said.generation != self.generation:
-                continue
-            if isinstance(said, StepSaid) and said.step <= known:
-                break  # a rank's reports come in order: what it said before this step is known too
-            found.append(said)
-        return found
 
     # --- Ends -----------------------------------------------------------------------------------------------------
 
@@ -681,10 +684,3 @@ class Run:
 def _clip(text: str) -> str:
     """The wire takes 4000 characters of text; the end says more than the beginning."""
     return text if len(text) <= 4000 else "..." + text[-3990:]
-
-
-def _tail_start(path: Path, size_bytes: int) -> int:
-    try:
-        return max(0, path.lstat().st_size - size_bytes)
-    except OSError:
-        return 0

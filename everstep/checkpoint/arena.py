@@ -40,12 +40,19 @@ class Arena:
             os.close(self.fd)
             raise SaveFailed(f"cannot take {self.size_bytes >> 20} MiB of host memory for a save: {err}") from err
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._views: dict[tuple[int, torch.dtype, tuple[int, ...]], torch.Tensor] = {}
         self._pinned = _pin(self.bytes)
 
     def view(self, at: int, *, dtype: torch.dtype, sizes: tuple[int, ...]) -> torch.Tensor:
-        """Tensor of `sizes` over the bytes from `at` on, which must be a multiple of the item's size."""
-        count = torch.Size(sizes).numel() * dtype.itemsize
-        return self.bytes[at : at + count].view(dtype).view(sizes)
+        """Tensor of `sizes` over the bytes from `at` on, which must be a multiple of the item's size.
+
+        Remembered, since every save asks for the same ones.
+        """
+        key = (at, dtype, sizes)
+        if (found := self._views.get(key)) is None:
+            count = torch.Size(sizes).numel() * dtype.itemsize
+            found = self._views[key] = self.bytes[at : at + count].view(dtype).view(sizes)
+        return found
 
     def write(self, at: int, data: bytes) -> None:
         self._map[at : at + len(data)] = data
@@ -53,7 +60,8 @@ class Arena:
     def close(self) -> None:
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())  # type: ignore[no-untyped-call]
-        del self.bytes  # the mapping cannot be closed under it
+        self._views.clear()  # the mapping cannot be closed under them
+        del self.bytes
         self._map.close()
         os.close(self.fd)
 

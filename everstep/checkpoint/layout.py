@@ -6,9 +6,8 @@ sharded one each rank writes its part. A plain tensor that differs between ranks
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +15,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.tensor import DTensor
 
+from everstep.errors import SaveFailed
 from everstep.ranks import Team
 
 
@@ -35,54 +35,44 @@ class Chunk:
 class Layout:
     """This rank's share of every save, as long as the state keeps its shape."""
 
-    def __init__(self, planner: DefaultSavePlanner, plan: SavePlan) -> None:
-        self._planner = planner
+    def __init__(self, plan: SavePlan) -> None:
         # Larger items first: each block is then aligned for its type, without gaps.
-        self._items = sorted(plan.items, key=lambda item: (-_dtype(item).itemsize, item.index.fqn, _offsets(item)))
-        self.chunks: tuple[Chunk, ...] = tuple(self._chunks())
+        items = sorted(plan.items, key=lambda item: (-_dtype(item).itemsize, item.index.fqn, _offsets(item)))
+        self.chunks: tuple[Chunk, ...] = tuple(_chunks(items))
         self.size_bytes = sum(chunk.size_bytes for chunk in self.chunks)
-
-    def _chunks(self) -> list[Chunk]:
-        found, at = [], 0
-        for item in self._items:
-            assert item.tensor_data is not None
-            sizes, dtype = tuple(item.tensor_data.chunk.sizes), _dtype(item)
-            size_bytes = torch.Size(sizes).numel() * dtype.itemsize
-            found.append(
-                Chunk(
-                    key=item.index.fqn,
-                    dtype=str(dtype).removeprefix("torch."),
-                    shape=tuple(item.tensor_data.size),
-                    offsets=_offsets(item),
-                    sizes=sizes,
-                    at=at,
-                    size_bytes=size_bytes,
-                )
-            )
-            at += size_bytes
-        return found
+        self.text = json.dumps([vars(chunk) for chunk in self.chunks])
+        """The chunks as JSON."""
 
     def copy(self, tensors: Mapping[str, torch.Tensor], view: Callable[..., torch.Tensor]) -> None:
-        """Copy this rank's blocks of the live tensors (by key) to where `view` says; returns when all are copied."""
-        self._planner.set_up_planner(dict(tensors))
-        on_device = False
-        for item, chunk in zip(self._items, self.chunks, strict=True):
-            block = self._planner.resolve_data(item)
-            assert isinstance(block, torch.Tensor)
-            target = view(chunk.at, dtype=block.dtype, sizes=chunk.sizes)
-            target.copy_(block.detach(), non_blocking=True)
-            on_device = on_device or block.is_cuda
+        """Copy this rank's blocks of the live tensors (by key) to where `view` says; returns when all are copied.
+
+        Raises `SaveFailed` where a tensor is not what this layout was made for.
+        """
+        targets, sources, on_device = [], [], False
+        with torch.no_grad():
+            for chunk in self.chunks:
+                block = tensors[chunk.key]
+                if isinstance(block, DTensor):
+                    block = block.to_local()
+                if block.shape != chunk.sizes:
+                    raise SaveFailed(f"{chunk.key} has shape {tuple(block.shape)} here, {chunk.sizes} was planned")
+                targets.append(view(chunk.at, dtype=block.dtype, sizes=chunk.sizes))
+                sources.append(block)
+                on_device = on_device or block.is_cuda
+            torch._foreach_copy_(targets, sources, non_blocking=True)  # one call: Python costs more than small copies
         if on_device:
             torch.cuda.synchronize()
 
 
-def signature(tensors: Mapping[str, torch.Tensor]) -> str:
+Signature = tuple[tuple[str, torch.dtype, torch.Size, object], ...]
+
+
+def signature(tensors: Mapping[str, torch.Tensor]) -> Signature:
     """Equal as long as a layout made for these tensors can be used again."""
-    described = [
-        [key, str(tensor.dtype), list(tensor.shape), str(tensor.placements) if isinstance(tensor, DTensor) else ""]
+    return tuple(
+        (key, tensor.dtype, tensor.shape, tensor.placements if isinstance(tensor, DTensor) else None)
         for key, tensor in tensors.items()
-    ]
-    return hashlib.sha256(json.dumps(described).encode()).hexdigest()
+    )
 
 
 def plan_layout(tensors: Mapping[str, torch.Tensor], team: Team) -> Layout:
@@ -91,7 +81,28 @@ def plan_layout(tensors: Mapping[str, torch.Tensor], team: Team) -> Layout:
     planner.set_up_planner(dict(tensors), is_coordinator=team.leads)
     plans = team.gather(planner.create_local_plan())
     # Each rank makes the whole plan from the same parts: cheaper than sending it, and the outcome is the same.
-    return Layout(planner, planner.create_global_plan(plans)[0][team.rank])
+    return Layout(planner.create_global_plan(plans)[0][team.rank])
+
+
+def _chunks(items: Iterable[WriteItem]) -> list[Chunk]:
+    found, at = [], 0
+    for item in items:
+        assert item.tensor_data is not None
+        sizes, dtype = tuple(item.tensor_data.chunk.sizes), _dtype(item)
+        size_bytes = torch.Size(sizes).numel() * dtype.itemsize
+        found.append(
+            Chunk(
+                key=item.index.fqn,
+                dtype=str(dtype).removeprefix("torch."),
+                shape=tuple(item.tensor_data.size),
+                offsets=_offsets(item),
+                sizes=sizes,
+                at=at,
+                size_bytes=size_bytes,
+            )
+        )
+        at += size_bytes
+    return found
 
 
 def _dtype(item: WriteItem) -> torch.dtype:

@@ -1,7 +1,7 @@
 """The memory tier's files: what each rank keeps of its state in tmpfs, where it outlives the rank.
 
-    <memory root>/generation-00001-<token>/step-00000060/rank-00003/{manifest.json, rank-00003.json, shard-00003.bin}
-    <memory root>/generation-00001-<token>/step-00000060/copy-00003/...   the same, held for another node's rank
+    <memory root>/rank-00003-<token>/generation-00001/step-00000060/{manifest.json, rank-00003.json, shard-00003.bin}
+    <memory root>/copy-00003-<token>/generation-00001/...   the same, held for another node's rank
 
 The files are those of a checkpoint on disk; each rank's part has a manifest of its own and counts by itself, and only
 at a resume, when ranks look together, does it show whether the parts that all nodes hold are a whole. The token is that
@@ -38,8 +38,7 @@ from everstep.checkpoint.shards import Pace, Part, write_part
 from everstep.errors import CheckpointDamaged, CheckpointMissing, SaveFailed
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the root below it belongs to one user and is closed to others
-_STEP = re.compile(r"generation-(\d{5,})-([0-9a-f]+)/step-(\d{8,})")
-_PIECE = re.compile(r"(rank|copy)-(\d{5,})")
+_PLACE = re.compile(r"(rank|copy)-(\d{5,})-([0-9a-f]+)")
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -53,17 +52,13 @@ class Held:
     copied: bool
 
     def directory(self, root: Path) -> Path:
-        return step_directory(root, self.name, self.token) / f"{'copy' if self.copied else 'rank'}-{self.rank:05d}"
+        return self.name.directory(root / f"{'copy' if self.copied else 'rank'}-{self.rank:05d}-{self.token}")
 
 
 def default_root(job: str, checkpoint_directory: Path) -> Path:
     """Where a run keeps its snapshots that no agent gave a place: its own for each user, job and directory."""
     place = hashlib.sha256(str(checkpoint_directory.absolute()).encode()).hexdigest()[:12]
     return SHARED_MEMORY / f"everstep-{os.getuid()}" / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', job)}-{place}"
-
-
-def step_directory(root: Path, name: CheckpointName, token: str) -> Path:
-    return root / f"generation-{name.generation:05d}-{token}" / f"step-{name.step:08d}"
 
 
 def prepare_root(root: Path) -> None:
@@ -120,27 +115,23 @@ def put_in_place(aside: Path, final: Path) -> None:
 def held_in(root: Path) -> list[Held]:
     """Every part that counts under `root`."""
     found = []
-    for path in sorted(root.glob(f"generation-*/step-*/*/{MANIFEST}")):
-        step = _STEP.fullmatch(str(path.parent.parent.relative_to(root)))
-        piece = _PIECE.fullmatch(path.parent.name)
-        if step is None or piece is None:
-            continue
-        name = CheckpointName(generation=int(step[1]), step=int(step[3]))
+    for path in root.glob(f"*/generation-*/step-*/{MANIFEST}"):
+        place = _PLACE.fullmatch(path.parts[-4])
         try:
             manifest = read_manifest(path.parent)
         except (CheckpointDamaged, CheckpointMissing):
             continue
-        if manifest.name == name and _sizes_fit(path.parent, manifest):
+        if place is not None and _sizes_fit(path.parent, manifest):
             found.append(
                 Held(
-                    name=name,
-                    token=step[2],
+                    name=manifest.name,
+                    token=place[3],
                     world_size=manifest.world_size,
-                    rank=int(piece[2]),
-                    copied=piece[1] == "copy",
+                    rank=int(place[2]),
+                    copied=place[1] == "copy",
                 )
             )
-    return found
+    return sorted(found)
 
 
 def _sizes_fit(directory: Path, manifest: Manifest) -> bool:
@@ -159,14 +150,21 @@ def whole_snapshots(held: Iterable[Held]) -> dict[CheckpointName, str]:
     return {name: token for (name, token, world_size), found in ranks.items() if found == set(range(world_size))}
 
 
-def keep_only(root: Path, steps: Collection[Path]) -> None:
-    """Remove every snapshot under `root` but those in the directories `steps`. What is gone already is no error."""
-    for generation in root.glob("generation-*"):
-        if all(step.parent != generation for step in steps):
-            shutil.rmtree(generation, ignore_errors=True)
-    for directory in root.glob("generation-*/*"):
-        if directory not in steps:
-            shutil.rmtree(directory, ignore_errors=True)
+def keep_only(root: Path, keep: Collection[tuple[CheckpointName, str]], *, token: str, ranks: Collection[int]) -> None:
+    """Remove every snapshot under `root` but those in `keep` (with their tokens). What is gone already is no error.
+
+    Of the parts of this `token`, only those of `ranks`: what others are writing at this moment is theirs to remove.
+    """
+    for place in root.glob("*"):
+        named = _PLACE.fullmatch(place.name)
+        if named is None or (named[3] == token and int(named[2]) not in ranks):
+            continue
+        kept = {name.directory(place) for name, its_token in keep if its_token == named[3]}
+        if not kept:
+            shutil.rmtree(place, ignore_errors=True)
+        for directory in place.glob("generation-*/*"):
+            if directory not in kept:
+                shutil.rmtree(directory, ignore_errors=True)
 
 
 def forget(root: Path) -> None:
@@ -180,7 +178,7 @@ def forget(root: Path) -> None:
 def used_bytes(root: Path) -> int:
     """Memory that the files under `root` take now."""
     total = 0
-    for path in root.glob("generation-*/step-*/*/*"):
+    for path in root.glob("*/generation-*/*/*"):
         with contextlib.suppress(OSError):
             total += path.stat().st_blocks * 512
     return total

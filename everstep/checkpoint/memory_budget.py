@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SNAPSHOTS = 2
-"""The last one that is whole on all nodes, and the one that is being written."""
+"""The last one that is whole on all nodes, and the one that is being written. Of its own ranks' parts a node holds one
+more: the one that is on its way to disk."""
 _LEFT_FREE = 0.1
 """Share of what is free that is never taken: training itself needs it."""
 
@@ -28,8 +29,10 @@ def refuse_budget(room: Room, *, part_bytes: int, copies: int, untouched_bytes: 
     part_bytes: one snapshot of all ranks of this node. copies: 2 where a partner's parts are held as well.
     untouched_bytes: memory that saving has reserved but not used until now.
     """
-    needed = part_bytes * copies * SNAPSHOTS
-    what = f"{SNAPSHOTS} snapshots of {_mib(part_bytes)}" + (" and as much for the partner node" if copies > 1 else "")
+    needed = part_bytes * (copies * SNAPSHOTS + 1)
+    what = f"{SNAPSHOTS + 1} snapshots of {_mib(part_bytes)}"
+    if copies > 1:
+        what += f" and {SNAPSHOTS} of the partner node"
     if needed > room.tmpfs_bytes * (1 - _LEFT_FREE):
         return (
             f"{what} need {_mib(needed)} in {room.place}, where {_mib(room.tmpfs_bytes)} are free: "

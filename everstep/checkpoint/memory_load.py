@@ -87,7 +87,7 @@ def assemble(
     senders = [ranks[source % len(ranks)] for source, ranks in enumerate(holders)]
     described = _agree(team, name, lambda: _read_described(root, pieces[team.rank], senders, team.rank))
     leader = places.index(places[team.rank])
-    directory = root / f"{_ASSEMBLED}{leader:05d}"
+    directory = name.directory(root / f"{_ASSEMBLED}{leader:05d}")
     merged = {source: entry for one in described for source, entry in one.items()}
 
     def lay_out() -> None:
@@ -144,7 +144,7 @@ def _lay_out(
     root: Path, directory: Path, mine: Mapping[int, Held], described: Mapping[int, tuple[Manifest, bytes]]
 ) -> None:
     shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(mode=0o700)
+    directory.mkdir(mode=0o700, parents=True)
     entries: list[FileEntry] = []
     for source, (manifest, text) in sorted(described.items()):
         entries += manifest.files

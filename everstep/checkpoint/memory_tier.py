@@ -17,7 +17,7 @@ import torch
 
 from everstep.checkpoint.arena import available_bytes
 from everstep.checkpoint.manifest import CheckpointName
-from everstep.checkpoint.memory import Held, step_directory, used_bytes
+from everstep.checkpoint.memory import Held, used_bytes
 from everstep.checkpoint.memory_budget import Room, refuse_budget
 from everstep.checkpoint.memory_load import place_of
 from everstep.checkpoint.memory_partner import PartnerCopies, Partners, choose_partners
@@ -117,17 +117,21 @@ class MemoryTier:
         )
         return ""
 
-    def order(self, name: CheckpointName) -> dict[str, Any]:
-        """What the writer needs to keep this rank's part; what is not kept is removed first."""
+    def order(self, name: CheckpointName, *, flushed: CheckpointName | None) -> dict[str, Any]:
+        """What the writer needs to keep this rank's part; what is not kept is removed first.
+
+        flushed: the snapshot that is being copied to disk from memory, if there is one.
+        """
         settings = self._settings
         self._under_way, self._began, self._part = name, time.monotonic(), ("", 0)
-        keep = [step_directory(settings.root, name, settings.token)]
-        if self._whole is not None:
-            keep.append(step_directory(settings.root, *self._whole))
+        keep = [(name, settings.token), *([] if self._whole is None else [self._whole])]
+        if flushed is not None:
+            keep.append((flushed, settings.token))
         return {
             "root": str(settings.root),
             "token": settings.token,
-            "keep": [str(directory) for directory in keep],
+            "keep": [(asdict(kept), token) for kept, token in keep],
+            "ranks": [self._team.rank, *([] if self._partners is None else [self._partners.from_rank])],
             "described": {
                 "parent": asdict(settings.parent) if settings.parent else None,
                 "job": settings.job,

@@ -13,14 +13,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 
+from everstep.checkpoint.samples import sampled
 from everstep.checkpoint.snapshot import collect
 
 PROBED_STEPS = 2
 """Behind each save and each resume."""
-TENSORS_PER_PART, VALUES_PER_TENSOR = 64, 32
-"""Spread evenly over the part and over each tensor: weights that move at all show it in one of 2,048 values."""
+TENSORS_PER_PART = 64
+"""Spread evenly over the part: weights that move at all show it in one of 64 times 32 values."""
+_PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 
 
 class StateProbes:
@@ -32,7 +33,11 @@ class StateProbes:
 
     def begin(self, tracked: Mapping[str, Any]) -> None:
         """Look at the state now, and again after each of the next steps."""
-        self._before = probe(tracked)
+        self.begin_with(collect(tracked))
+
+    def begin_with(self, states: Mapping[str, Any]) -> None:
+        """The same of states that somebody has just collected."""
+        self._before = _probe(states)
         self._left = PROBED_STEPS
 
     def after_step(self, tracked: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -48,15 +53,19 @@ class StateProbes:
 def probe(tracked: Mapping[str, Any]) -> dict[str, str]:
     """Map each part to a checksum (16 hex digits) of its numbers and words and of a sample of its tensors.
 
-    One copy to the host for each part and device, however many tensors there are.
+    One copy to the host for each part, device and type, however many tensors there are.
     """
+    return _probe(collect(tracked))
+
+
+def _probe(states: Mapping[str, Any]) -> dict[str, str]:
     digests = {}
-    for part, state in collect(tracked).items():
+    for part, state in states.items():
         words: list[str] = []
         tensors: list[torch.Tensor] = []
         _walk(state, words, tensors)
         digest = hashlib.blake2b("\n".join(words).encode(), digest_size=8)
-        for values in _samples(tensors):
+        for values in sampled(_spread(tensors, TENSORS_PER_PART)):
             digest.update(values)
         digests[part] = digest.hexdigest()
     return digests
@@ -64,13 +73,18 @@ def probe(tracked: Mapping[str, Any]) -> dict[str, str]:
 
 def _walk(value: Any, words: list[str], tensors: list[torch.Tensor]) -> None:
     """Collect a tree's leaves, in the order of its keys. What no checkpoint can hold is passed over: saving says so."""
-    if isinstance(value, torch.Tensor):
+    if type(value) in _PLAIN:
+        words.append(repr(value))
+    elif isinstance(value, torch.Tensor):
         tensors.append(value)
     elif isinstance(value, Mapping):
         for key in sorted(value, key=str):
             words.append(str(key))
             _walk(value[key], words, tensors)
     elif isinstance(value, list | tuple):
+        if _PLAIN.issuperset(map(type, value)):  # the generators' hundreds of numbers, in one go
+            words.append(repr(list(value)))
+            return
         for item in value:
             _walk(item, words, tensors)
     elif isinstance(value, np.ndarray | np.generic):
@@ -79,15 +93,6 @@ def _walk(value: Any, words: list[str], tensors: list[torch.Tensor]) -> None:
         words.append(repr(value))
 
 
-def _samples(tensors: Sequence[torch.Tensor]) -> list[bytes]:
-    by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for tensor in _spread(tensors, TENSORS_PER_PART):
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        sample = _spread(local.detach().reshape(-1), VALUES_PER_TENSOR)
-        by_device.setdefault(sample.device, []).append(sample.contiguous().view(torch.uint8))
-    return [torch.cat(samples).cpu().numpy().tobytes() for samples in by_device.values()]
-
-
-def _spread(values: Any, count: int) -> Any:
-    """At most `count` of the values, evenly spread from the first one on; a slice, so that a tensor's is a view."""
-    return values[:: max(1, -(-len(values) // count))]
+def _spread(tensors: Sequence[torch.Tensor], count: int) -> Sequence[torch.Tensor]:
+    """At most `count` of them, evenly spread from the first one on."""
+    return tensors[:: max(1, -(-len(tensors) // count))]

@@ -7,6 +7,7 @@ share nothing but the storage. Standard library only.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -18,9 +19,9 @@ from everstep.checkpoint.manifest import (
     CheckpointName,
     FileEntry,
     Manifest,
-    sync_directory,
     write_manifest,
 )
+from everstep.checkpoint.sealed import sync_directory
 from everstep.errors import SaveFailed
 
 _LOOK_EVERY_S = 0.02
@@ -94,6 +95,14 @@ def publish(
     return manifest
 
 
+def discard(publication: Publication) -> None:
+    """Give up what is left of a save that failed, so that the next one finds its space. Best effort."""
+    shutil.rmtree(publication.aside, ignore_errors=True)
+    directory = publication.name.directory(publication.root)
+    if not os.path.lexists(directory / MANIFEST):
+        shutil.rmtree(directory, ignore_errors=True)
+
+
 def _await_parts(publication: Publication, *, limit_s: float, abandoned: Callable[[], bool]) -> list[FileEntry]:
     deadline, pause_s = time.monotonic() + limit_s, _LOOK_EVERY_S
     waiting = set(range(publication.world_size))
@@ -102,7 +111,7 @@ def _await_parts(publication: Publication, *, limit_s: float, abandoned: Callabl
         for rank in sorted(waiting):
             path = publication.aside / f"done-{rank:05d}.json"
             if path.exists():
-                entries += [FileEntry(**entry) for entry in json.loads(path.read_bytes())]
+                entries += _entries(path, rank)
                 waiting.discard(rank)
         if not waiting:
             return entries
@@ -116,6 +125,13 @@ def _await_parts(publication: Publication, *, limit_s: float, abandoned: Callabl
             raise SaveFailed(f"nothing came from ranks {sorted(waiting)[:8]} for {limit_s:.0f} s")
         time.sleep(pause_s)
         pause_s = min(pause_s * 1.2, _LOOK_AT_LEAST_EVERY_S)
+
+
+def _entries(path: Path, rank: int) -> list[FileEntry]:
+    try:
+        return [FileEntry(**entry) for entry in json.loads(path.read_bytes())]
+    except (ValueError, TypeError) as err:
+        raise SaveFailed(f"rank {rank}'s writer said something that cannot be read: {err}") from err
 
 
 def _put(path: Path, content: object) -> None:

@@ -16,11 +16,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 
-from everstep.checkpoint.manifest import Manifest, read_manifest
+from everstep.checkpoint.description import SAME, tensor_entries
+from everstep.checkpoint.manifest import Manifest, rank_file, read_manifest
 from everstep.checkpoint.snapshot import RNG, Snapshot, unwrap
 from everstep.checkpoint.storage import Block, BlockFinder, ShardReader, dtype_of
-from everstep.checkpoint.tree import Structure, flatten, tensor_entries, unflatten
-from everstep.checkpoint.verify import check_sizes, read_rank_file
+from everstep.checkpoint.tree import Structure, flatten, unflatten
+from everstep.checkpoint.verify import Fault, check_sizes, damaged, read_rank_file
+from everstep.checkpoint.wholeness import check_whole
+from everstep.checkpoint.world_change import check_world_change
 from everstep.errors import CheckpointDamaged, UsageError
 
 
@@ -40,12 +43,17 @@ def read_checkpoint(directory: Path, *, rank: int, world_size: int, tracked: Map
     """Load a checkpoint's state into fresh tensors, sharded as the tracked objects are now.
 
     Raises `CheckpointMissing` where there is no complete checkpoint, `CheckpointDamaged` where its files are not what
-    its manifest says, `UsageError` where a sharded tensor has no sharded counterpart among what is tracked.
+    its manifest says, `UsageError` where this number of ranks cannot take the state over.
     """
     wanted = _look_up(directory, rank=rank, world_size=world_size, tracked=tracked)
     reader = ShardReader(directory, wanted.manifest, wanted.described)
     _load(wanted.by_key, reader, directory)
-    states = {part: unflatten(structure, wanted.tensors) for part, structure in wanted.parts.items()}
+    try:
+        states = {part: unflatten(structure, wanted.tensors) for part, structure in wanted.parts.items()}
+    except (ValueError, TypeError, ArithmeticError, LookupError, RecursionError) as err:
+        own = rank_file(rank if world_size == wanted.manifest.world_size else 0)
+        fault = Fault(kind="description", file=own, what=f"holds a value that cannot be made ({err})")
+        raise damaged(wanted.manifest, directory, [fault]) from err
     known = {
         path: digest
         for path, tensor in wanted.tensors.items()
@@ -85,13 +93,19 @@ def _look_up(directory: Path, *, rank: int, world_size: int, tracked: Mapping[st
     manifest = read_manifest(directory)
     check_sizes(directory, manifest)
     described = [read_rank_file(directory, manifest, source) for source in range(manifest.world_size)]
+    try:
+        check_whole(described)
+    except ValueError as err:
+        fault = Fault(kind="description", file="the state", what=f"is not whole: {err}")
+        raise damaged(manifest, directory, [fault]) from err
     source = rank if world_size == manifest.world_size else 0
     own_keys: dict[str, str] = described[source]["own_keys"]
     parts: dict[str, Structure] = {
-        part: described[0]["parts"][part] if structure == {"$": "same"} else structure
+        part: described[0]["parts"][part] if structure == SAME else structure
         for part, structure in described[source]["parts"].items()
     }
     if world_size != manifest.world_size:
+        check_world_change(manifest, described, tracked, world_size=world_size)
         parts.pop(RNG, None)
     places = _places(tracked)
     tensors = {
@@ -136,12 +150,14 @@ def _empty(entry: Mapping[str, Any], place: torch.Tensor | None) -> torch.Tensor
     shape, dtype = torch.Size(entry["shape"]), dtype_of(entry)
     if isinstance(place, DTensor) and place.shape == shape:
         return torch.empty_like(place.detach(), dtype=dtype)
+    if "strides" in entry:
+        return torch.empty_strided(shape, entry["strides"], dtype=dtype)
     return torch.empty(shape, dtype=dtype)
 
 
 def _load(by_key: dict[str, Any], reader: ShardReader, directory: Path) -> None:
     missing = sorted(by_key.keys() - reader.tensors.keys())
-    if missing:
+    if missing:  # of a rank that the checkpoint's own ranks do not have
         raise CheckpointDamaged(
             f"Checkpoint in {directory} holds no {missing[0]}, which a rank of this number needs. Choose another one."
         )

@@ -6,18 +6,11 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from everstep.checkpoint.manifest import (
-    ASIDE,
-    MANIFEST,
-    CheckpointName,
-    Manifest,
-    complete_checkpoints,
-    line_of,
-    read_lineage,
-)
+from everstep.checkpoint.lineage import Parents, line_of, recorded_parents
+from everstep.checkpoint.manifest import ASIDE, MANIFEST, CheckpointName, Manifest, complete_checkpoints
 from everstep.errors import CheckpointMissing
 
 KEEP = 10
@@ -32,17 +25,17 @@ def choose_expired(
     parent: CheckpointName | None,
     keep: int = KEEP,
     pinned: Collection[CheckpointName] = (),
-    recorded: Mapping[int, CheckpointName | None] = {},
+    parents: Parents | None = None,
 ) -> list[CheckpointName]:
     """Names of the checkpoints to remove, oldest first.
 
     The newest `keep` on the line of `generation` stay, and always the one that the run resumed from. What lies off the
     line can never be resumed from again: it stays only as evidence, as long as the line does not fill its place.
     What is `pinned` stays whatever its age: the newest ones may turn out bad, and it may be the last good copy.
-    Generations newer than this one are not ours to judge.
+    Generations newer than this one are not ours to judge. `parents` as for `line_of`.
     """
     manifests = [m for m in manifests if m.name.generation <= generation]
-    line = [m.name for m in line_of(generation, manifests, parent=parent, recorded=recorded)]
+    line = [m.name for m in line_of(generation, manifests, parent=parent, parents=parents)]
     off_line = sorted(m.name for m in manifests if m.name not in set(line))
     ranked = [*off_line, *line]
     return [name for name in ranked[: max(0, len(ranked) - keep)] if name != parent and name not in pinned]
@@ -51,20 +44,22 @@ def choose_expired(
 def remove_expired(root: Path, *, generation: int, parent: CheckpointName | None, keep: int = KEEP) -> None:
     """Remove what `choose_expired` names, and what killed saves left behind. Raises OSError."""
     pinned = pinned_by_server(os.environ.get("EVERSTEP_RUN_DIR"))
-    complete = complete_checkpoints(root)
-    recorded = {
-        number: lineage.parent for number in range(1, generation) if (lineage := read_lineage(root, number)) is not None
-    }
-    expired = choose_expired(
-        complete, generation=generation, parent=parent, keep=keep, pinned=pinned, recorded=recorded
-    )
-    for name in expired:
+    complete, parents = complete_checkpoints(root), recorded_parents(root)
+    for name in choose_expired(
+        complete, generation=generation, parent=parent, keep=keep, pinned=pinned, parents=parents
+    ):
         directory = name.directory(root)
         (directory / MANIFEST).unlink(missing_ok=True)  # first, so that a half removed one does not count
         shutil.rmtree(directory, ignore_errors=True)
-    for left_over in root.glob(f"generation-*/{ASIDE}*"):
-        if int(left_over.parent.name.removeprefix("generation-")) <= generation:
+    for number in range(1, generation + 1):
+        for left_over in _left_over(root / f"generation-{number:05d}"):
             shutil.rmtree(left_over, ignore_errors=True)
+
+
+def _left_over(directory: Path) -> list[Path]:
+    """What killed saves of a generation have left: written aside, or renamed and never given a manifest."""
+    nameless = [path for path in directory.glob("step-*") if not os.path.lexists(path / MANIFEST)]
+    return [*directory.glob(f"{ASIDE}*"), *nameless]
 
 
 def pinned_by_server(run_directory: str | None) -> frozenset[CheckpointName]:

@@ -1,4 +1,4 @@
-"""The random generators of one rank: Python's, NumPy's, torch's, and the current CUDA device's where there is one."""
+"""The random generators of one rank: Python's, NumPy's, torch's, and those of the accelerators that it uses."""
 
 from __future__ import annotations
 
@@ -18,18 +18,37 @@ def capture() -> dict[str, Any]:
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state().numpy().tobytes(),
     }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
+    if (accelerator := _accelerator()) is not None:
+        name, devices, indices = accelerator
+        state[name] = [devices.get_rng_state(index).cpu().numpy().tobytes() for index in indices]
     return state
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Put every captured generator back; a CUDA state is left out on a machine without CUDA."""
+    """Put every captured generator back; those of an accelerator only where there is one of the same kind."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(_byte_tensor(state["torch"]))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_byte_tensor(state["cuda"]))
+    if (accelerator := _accelerator()) is not None:
+        name, devices, indices = accelerator
+        for index, saved in zip(indices, state.get(name, ()), strict=False):
+            devices.set_rng_state(_byte_tensor(saved), index)
+
+
+def _accelerator() -> tuple[str, Any, list[int]] | None:
+    """(kind, torch's module for it, the devices that this rank uses); None without an accelerator.
+
+    The current device comes first, since its number may be another one after a recovery, then any others that this
+    process has memory on, as a model spread over several devices does.
+    """
+    if not torch.accelerator.is_available():
+        return None
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    devices = torch.get_device_module(kind)
+    current = torch.accelerator.current_device_index()
+    others = [index for index in range(torch.accelerator.device_count()) if index != current]
+    return kind.type, devices, [current, *(index for index in others if torch.accelerator.memory_reserved(index))]
 
 
 def seed_all(seed: int) -> None:

@@ -6,11 +6,12 @@ checkpoint as a whole and on each rank for what went wrong with its own part.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import select
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,12 +19,12 @@ from typing import Any, Literal
 import torch
 
 from everstep.checkpoint.arena import Arena
-from everstep.checkpoint.layout import Layout, plan_layout, signature
+from everstep.checkpoint.description import SAME
+from everstep.checkpoint.layout import Layout, Signature, plan_layout, signature
 from everstep.checkpoint.manifest import ASIDE, CheckpointName
 from everstep.checkpoint.memory_tier import MemorySettings, MemoryTier
-from everstep.checkpoint.replicas import Replicas, synchronized_paths
-from everstep.checkpoint.snapshot import Snapshot, take
-from everstep.checkpoint.tree import structure_digest
+from everstep.checkpoint.replicas import Replicas, handed_on_paths, synchronized_paths
+from everstep.checkpoint.snapshot import Snapshot, collect
 from everstep.checkpoint.wire import receive, send
 from everstep.checkpoint.writers import Writer
 from everstep.errors import EverstepError, SaveFailed
@@ -33,17 +34,10 @@ WhenBusy = Literal["wait", "skip"]
 
 _PUBLISH_LIMIT_S = 600.0
 _LOOK_EVERY_S = 0.05
+_NEWS_EVERY_S = 0.02
+"""Steps may be faster than that, and looking costs a tenth of what a step reports."""
 _RETRY_AFTER_S = (0.5, 2.0, 8.0)
-
-
-class _Unhashed(dict[str, str]):
-    """Structures are compared between ranks without their tensors."""
-
-    def __missing__(self, key: str) -> str:
-        return ""
-
-
-_UNHASHED = _Unhashed()
+_SAME = json.dumps(SAME)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +63,8 @@ class SaveSettings:
 
     when_busy: what the next save does while the one before it is still being written: wait for at most `wait_limit_s`
     and then skip, or skip at once.
+    look_at_lease: ends the process if this rank's lease has run out; returns the moment (CLOCK_BOOTTIME, ns) at which
+    it held. None without a lease.
     """
 
     root: Path
@@ -80,20 +76,43 @@ class SaveSettings:
     wait_limit_s: float = 30.0
     bytes_per_s: float | None = None
     memory: MemorySettings | None = None
+    look_at_lease: Callable[[], int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Statement:
-    """What a rank says to all before a save. `planned`: its layout fits what it holds now."""
+    """What a rank says to all before a save, in a few hundred bytes.
 
+    planned: its layout fits what it holds now. alike: the fingerprint of what it takes to be alike on all ranks.
+    """
+
+    busy: bool
     aside: str
     problem: str
     connected: bool
     planned: bool
-    checksums: dict[str, tuple[int, ...]]
-    structures: dict[str, str]
+    alike: bytes
+    structures: dict[str, bytes]
     memory_busy: bool
     memory_complete: CheckpointName | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Taken:
+    """A snapshot as it is saved: live tensors by path, and each part's structure as JSON."""
+
+    tensors: dict[str, torch.Tensor]
+    structures: dict[str, str]
+    alike: bytes
+
+    def digests(self) -> dict[str, bytes]:
+        return {part: hashlib.sha256(text.encode()).digest()[:16] for part, text in self.structures.items()}
+
+    def describe(self, own_keys: Mapping[str, str], *, same: Collection[str], handed_on: Collection[str]) -> str:
+        """The fields of a rank's file, as JSON, from its parts on; of those in `same`, rank 0 writes the structure."""
+        parts = (f"{json.dumps(part)}: {_SAME if part in same else text}" for part, text in self.structures.items())
+        keys = json.dumps({"own_keys": own_keys, "handed_on": sorted(handed_on)})
+        return f'"parts": {{{", ".join(parts)}}}, {keys[1:-1]}'
 
 
 class Saver:
@@ -107,27 +126,29 @@ class Saver:
         self._writer_problem = ""
         self._arena: Arena | None = None
         self._layout: Layout | None = None
-        self._planned_for: tuple[str, frozenset[str]] | None = None
+        self._planned_for: tuple[Signature, frozenset[str]] | None = None
         self._part_of: CheckpointName | None = None
-        """The save whose part of this rank is being written: its memory is in use."""
+        """The save whose part of this rank is being written: from the copy, which is then in use, or from memory."""
+        self._part_from_copy = True
         self._memory_part_of: CheckpointName | None = None
-        """The same for the snapshot in memory."""
+        """The snapshot in memory whose part is being written, always from the copy."""
         self._publishing: CheckpointName | None = None
         self._memory = None if settings.memory is None else MemoryTier(settings.memory, team)
         self._memory_measured = False
         self._arena_touched = False
         self._lost: CheckpointName | None = None
         self._listening = False
+        self._listen_next = 0.0
         self._news: list[News] = []
 
     @property
     def busy(self) -> bool:
         """Whether a save to disk is under way, or one to memory reads what was copied, as far as this rank knows."""
-        return self._copy_in_use or self._publishing is not None
+        return self._part_of is not None or self._memory_part_of is not None or self._publishing is not None
 
     @property
     def _copy_in_use(self) -> bool:
-        return self._part_of is not None or self._memory_part_of is not None
+        return self._memory_part_of is not None or (self._part_of is not None and self._part_from_copy)
 
     @property
     def _memory_busy(self) -> bool:
@@ -141,48 +162,49 @@ class Saver:
     # --- Saving, all ranks together -------------------------------------------------------------------------------
 
     def save(
-        self, name: CheckpointName, tracked: Mapping[str, Any], *, to_disk: bool = True, to_memory: bool = False
+        self,
+        name: CheckpointName,
+        tracked: Mapping[str, Any],
+        *,
+        to_disk: bool = True,
+        to_memory: bool = False,
+        look: Callable[[dict[str, Any]], None] | None = None,
     ) -> bool:
         """Copy the state and leave the rest to the writer; False where nothing was begun, and `news` says why.
 
-        A collective. Never raises for what storage or a state does: training goes on. A snapshot in memory waits for
-        nothing: it is skipped while an earlier save needs the copy.
+        A collective. Never raises for what storage or a state does: training goes on. Where snapshots are kept in
+        memory, each save goes there first, and to disk from there. One for memory alone waits for nothing: it is
+        skipped while an earlier save needs the copy. `look` is shown the collected states.
         """
-        snapshot, problem = _attempt(lambda: take(tracked))
-        to_memory = to_memory and self.keeps_in_memory
-        statements = self._until_free(name, snapshot, problem, to_disk=to_disk)
+        taken, problem = _attempt(lambda: self._capture(tracked, look))
+        to_memory = (to_memory or to_disk) and self.keeps_in_memory
+        statements = self._until_free(name, taken, problem, to_disk=to_disk)
         if statements is None:
             return False
         to_memory = to_memory and self._agree_on_memory(name, statements)
         problems = [f"rank {rank}: {said.problem}" for rank, said in enumerate(statements) if said.problem]
-        if problems or snapshot is None:
+        if problems or taken is None:
             return self._refuse(name, problems)
         if not all(said.connected for said in statements):
             problems = self._connect()
             if problems:
                 return self._refuse(name, problems)
-        before = self._replicas.differing
-        self._replicas.compare(
-            [said.checksums for said in statements], synchronized=synchronized_paths(tracked, snapshot.tensors)
-        )
+        alike = len({said.alike for said in statements}) == 1
+        planned = alike and all(said.planned for said in statements)
+        if not planned:
+            planned = not self._compare(tracked, taken, in_doubt=not alike) and all(said.planned for said in statements)
         own_keys = {
-            path: f"{path}@rank-{self._team.rank:05d}" for path in snapshot.tensors if path in self._replicas.differing
+            path: f"{path}@rank-{self._team.rank:05d}" for path in taken.tensors if path in self._replicas.differing
         }
-        tensors = {own_keys.get(path, path): tensor for path, tensor in snapshot.tensors.items()}
-        same = {
-            part
-            for part, digest in statements[self._team.rank].structures.items()
-            if self._team.rank and statements[0].structures.get(part) == digest
-        }
-        described = {
-            "parts": {part: {"$": "same"} if part in same else value for part, value in snapshot.structures.items()},
-            "own_keys": own_keys,
-        }
-        if not all(said.planned for said in statements) or self._replicas.differing != before:
+        tensors = {own_keys.get(path, path): tensor for path, tensor in taken.tensors.items()}
+        first = statements[0].structures if self._team.rank else {}
+        same = {part for part, digest in statements[self._team.rank].structures.items() if first.get(part) == digest}
+        described = taken.describe(own_keys, same=same, handed_on=own_keys.keys() & handed_on_paths(tracked))
+        if not planned:
             problems = self._plan(tensors, described)
             if problems:
                 return self._refuse(name, problems)
-            self._planned_for = self._plan_key(snapshot)
+            self._planned_for = self._plan_key(taken)
         to_memory = to_memory and self._has_room(name, described)
         if to_disk or to_memory:
             aside = Path(statements[0].aside) if to_disk else None
@@ -190,7 +212,7 @@ class Saver:
         return to_disk or to_memory
 
     def _agree_on_memory(self, name: CheckpointName, statements: list[_Statement]) -> bool:
-        """Whether all ranks are done with the snapshot before. A collective only in that all come to the same."""
+        """Whether all ranks are done with the snapshot before; all come to the same."""
         assert self._memory is not None
         self._memory.agree([said.memory_complete for said in statements])
         busy = [rank for rank, said in enumerate(statements) if said.memory_busy]
@@ -198,7 +220,7 @@ class Saver:
             self._tell("not_kept", name, f"the snapshot before it is still being copied (ranks {busy[:8]})")
         return not busy
 
-    def _has_room(self, name: CheckpointName, described: Mapping[str, Any]) -> bool:
+    def _has_room(self, name: CheckpointName, described: str) -> bool:
         """Asked once for each layout; a collective then."""
         assert self._memory is not None and self._layout is not None
         if not self._memory_measured:
@@ -210,41 +232,68 @@ class Saver:
                 self._tell("not_kept", name, f"no snapshots are kept from here on: {self._memory.refusal}")
         return not self._memory.refusal
 
+    def _capture(self, tracked: Mapping[str, Any], look: Callable[[dict[str, Any]], None] | None) -> _Taken:
+        states = collect(tracked)
+        snapshot = Snapshot.of(states)
+        several = self._team.world_size > 1
+        taken = _Taken(
+            tensors=snapshot.tensors,
+            structures={part: json.dumps(structure) for part, structure in snapshot.structures.items()},
+            alike=self._replicas.fingerprint(snapshot.tensors) if several else b"",
+        )
+        if look is not None:
+            look(states)
+        return taken
+
+    def _compare(self, tracked: Mapping[str, Any], taken: _Taken, *, in_doubt: bool) -> bool:
+        """Compare tensor by tensor what may be alike; True where other ones differ than before. A collective."""
+        before = self._replicas.differing
+        if self._team.world_size > 1:
+            if in_doubt:
+                self._replicas.doubt()
+            checksums = self._team.gather(self._replicas.checksums(taken.tensors))
+            self._replicas.compare(checksums, synchronized=synchronized_paths(tracked, taken.tensors))
+        return self._replicas.differing != before
+
     def _until_free(
-        self, name: CheckpointName, snapshot: Snapshot | None, problem: str, *, to_disk: bool
+        self, name: CheckpointName, taken: _Taken | None, problem: str, *, to_disk: bool
     ) -> list[_Statement] | None:
         """What every rank says once none is busy with an earlier save; None where this one is skipped."""
-        limit_s = self._settings.wait_limit_s if self._settings.when_busy == "wait" and to_disk else 0.0
-        busy = self._await_free(limit_s, copy_only=not to_disk)
+        statements = self._team.gather(self._statement(name, taken, problem, to_disk=to_disk))
+        busy = [rank for rank, said in enumerate(statements) if said.busy]
+        if busy and to_disk:
+            busy = self._await_free(self._settings.wait_limit_s if self._settings.when_busy == "wait" else 0.0)
+            statements = [] if busy else self._team.gather(self._statement(name, taken, problem, to_disk=to_disk))
         if busy:
             kind: Literal["skipped", "not_kept"] = "skipped" if to_disk else "not_kept"
             self._tell(kind, name, f"the save before it is still being written (ranks {busy[:8]})")
             return None
+        return statements
+
+    def _statement(self, name: CheckpointName, taken: _Taken | None, problem: str, *, to_disk: bool) -> _Statement:
+        self._listen(0)
         directory = name.directory(self._settings.root)
-        compares = snapshot is not None and self._team.world_size > 1
-        mine = _Statement(
+        return _Statement(
+            busy=self.busy if to_disk else self._copy_in_use,
             aside=str(directory.with_name(f"{ASIDE}{directory.name}-{uuid.uuid4().hex[:8]}")),
             problem=problem,
             connected=self._writer is not None,
-            planned=snapshot is not None and self._planned_for == self._plan_key(snapshot),
-            checksums=self._replicas.checksums(snapshot.tensors) if compares and snapshot else {},
-            structures={part: structure_digest(value, _UNHASHED) for part, value in snapshot.structures.items()}
-            if compares and snapshot
-            else {},
+            planned=taken is not None and self._planned_for == self._plan_key(taken),
+            alike=b"" if taken is None else taken.alike,
+            structures={} if taken is None or self._team.world_size == 1 else taken.digests(),
             memory_busy=self._memory_busy,
             memory_complete=None if self._memory is None else self._memory.complete,
         )
-        return self._team.gather(mine)
 
-    def _await_free(self, limit_s: float, *, copy_only: bool = False, with_memory: bool = False) -> list[int]:
+    def _await_free(self, limit_s: float, *, with_memory: bool = False) -> list[int]:
         """Wait until no rank has a save under way; returns the ranks that still have. A collective.
 
-        copy_only: it is enough that the copy is free. with_memory: wait for copies of snapshots on other nodes as well.
+        with_memory: wait for copies of snapshots on other nodes as well.
         """
         deadline = time.monotonic() + limit_s
         while True:
             self._listen(0)
-            busy = self._copy_in_use if copy_only else self.busy or (with_memory and self._memory_busy)
+            busy = self.busy or (with_memory and self._memory_busy)
             said = self._team.gather((busy, self._lost, time.monotonic() > deadline))
             if self._publishing is not None and any(lost == self._publishing for _, lost, _ in said):
                 self._send({"op": "abandon"})
@@ -262,11 +311,11 @@ class Saver:
             self._lend_arena()
         return [f"rank {rank}: {said}" for rank, said in enumerate(problems) if said]
 
-    def _plan_key(self, snapshot: Snapshot) -> tuple[str, frozenset[str]]:
+    def _plan_key(self, taken: _Taken) -> tuple[Signature, frozenset[str]]:
         """What a layout depends on."""
-        return signature(snapshot.tensors), self._replicas.differing
+        return signature(taken.tensors), self._replicas.differing
 
-    def _plan(self, tensors: Mapping[str, torch.Tensor], described: Mapping[str, Any]) -> list[str]:
+    def _plan(self, tensors: Mapping[str, torch.Tensor], described: str) -> list[str]:
         self._memory_measured = False
         layout, problem = _attempt(lambda: plan_layout(tensors, self._team))
         if layout is not None:
@@ -291,7 +340,7 @@ class Saver:
         self,
         name: CheckpointName,
         tensors: Mapping[str, torch.Tensor],
-        described: Mapping[str, Any],
+        described: str,
         *,
         aside: Path | None,
         to_memory: bool,
@@ -310,7 +359,7 @@ class Saver:
             return len(text)
 
         described_bytes, problem = _attempt(copy)
-        memory = self._memory.order(name) if self._memory is not None and to_memory else None
+        memory = self._memory.order(name, flushed=self._part_of) if self._memory is not None and to_memory else None
         if aside is not None:
             self._lost = None
             self._publishing = name if self._team.leads else None
@@ -321,7 +370,10 @@ class Saver:
             if aside is not None:
                 self._lose(name, problem)
             return
-        self._part_of = name if aside is not None else None
+        # What was copied may have waited for a frozen process: the writer counts from here on.
+        held_ns = settings.look_at_lease() if settings.look_at_lease else None
+        if aside is not None:
+            self._part_of, self._part_from_copy = name, True
         self._memory_part_of = name if memory is not None else None
         sent = self._send(
             {
@@ -329,6 +381,7 @@ class Saver:
                 "name": asdict(name),
                 "aside": None if aside is None else str(aside),
                 "memory": memory,
+                "lease_held_ns": held_ns,
                 "limit_s": _PUBLISH_LIMIT_S,
                 "pauses_s": _RETRY_AFTER_S,
                 "bytes_per_s": settings.bytes_per_s / self._writer.nodes if settings.bytes_per_s else None,
@@ -356,8 +409,9 @@ class Saver:
     # --- What became of it ---------------------------------------------------------------------------------------
 
     def news(self) -> list[News]:
-        """What has become known since the last call. Costs nothing while nothing is under way."""
-        if self._listening:
+        """What has become known since the last call. Costs nothing while nothing is under way, and little else."""
+        if self._listening and (now := time.monotonic()) >= self._listen_next:
+            self._listen_next = now + _NEWS_EVERY_S
             self._listen(0)
         if self._memory is not None:
             for kept in self._memory.news():
@@ -378,8 +432,11 @@ class Saver:
         """Wait until no save is under way on any rank. A collective."""
         self._await_free(limit_s, with_memory=True)
 
-    def close(self) -> None:
-        """Let the writer go."""
+    def close(self, *, limit_s: float = 0.0) -> None:
+        """Let the writer go, once this rank's share of a save that is under way is done, or the limit has passed."""
+        deadline = time.monotonic() + limit_s
+        while (self.busy or self._memory_busy) and (left_s := deadline - time.monotonic()) > 0:
+            self._listen(left_s)
         self._drop_writer()
         if self._arena is not None:
             self._arena.close()
@@ -406,6 +463,8 @@ class Saver:
                 self._memory_part_of = None
                 assert self._memory is not None
                 self._memory.written(name, problem, size_bytes=message["size_bytes"])
+                if self._part_of == name and not problem:
+                    self._part_from_copy = False
             case "part":
                 self._part_of = None
                 if problem:
@@ -472,8 +531,8 @@ class Saver:
         return True
 
 
-def _text(layout: Layout, described: Mapping[str, Any]) -> bytes:
-    return json.dumps({"chunks": [vars(chunk) for chunk in layout.chunks], **described}).encode()
+def _text(layout: Layout, described: str) -> bytes:
+    return f'{{"chunks": {layout.text}, {described}}}'.encode()
 
 
 def _attempt(work: Any) -> tuple[Any, str]:

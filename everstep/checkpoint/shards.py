@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from everstep.checkpoint.manifest import FORMAT, CheckpointName, FileEntry, rank_file, shard_file
+from everstep.checkpoint.manifest import CheckpointName, FileEntry, rank_file, read_manifest, shard_file
+from everstep.checkpoint.sealed import FORMAT
 
 _BLOCK_BYTES = 4 << 20
 
@@ -23,7 +24,8 @@ _BLOCK_BYTES = 4 << 20
 class Part:
     """What one rank has copied: its tensors' bytes from 0 on, then a JSON object at `described_at`.
 
-    The object has `chunks` (what lies where, without hashes), `parts` (structures) and `own_keys`.
+    The object has `chunks` (what lies where, without hashes), `parts` (structures), `own_keys` (of tensors that differ
+    between ranks) and `handed_on` (those of them that rank 0 gives to all).
     """
 
     name: CheckpointName
@@ -83,6 +85,21 @@ def write_part(aside: Path, part: Part, memory: memoryview, pace: Pace) -> list[
         FileEntry(name=own.name, size_bytes=len(text), sha256=hashlib.sha256(text).hexdigest()),
         FileEntry(name=shard.name, size_bytes=part.shard_bytes, sha256=None),
     ]
+
+
+def copy_part(source: Path, aside: Path, pace: Pace) -> list[FileEntry]:
+    """The same from the directory of a part that was written already and has a manifest. Raises OSError."""
+    entries = read_manifest(source).files
+    for entry in entries:
+        with (
+            (source / entry.name).open("rb", buffering=0) as kept,
+            (aside / entry.name).open("wb", buffering=0) as file,
+        ):
+            while block := kept.read(_BLOCK_BYTES):
+                pace.take(len(block))
+                _write_all(file.fileno(), memoryview(block))
+            os.fsync(file.fileno())
+    return list(entries)
 
 
 def with_patience(work: Callable[[], list[FileEntry]], *, pauses_s: tuple[float, ...]) -> list[FileEntry]:

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from everstep.checkpoint import rng
 from everstep.checkpoint.tree import Structure, flatten, structure_digest, tensor_hash
+from everstep.checkpoint.zero import ZeroPart, is_zero
 from everstep.errors import UsageError
 
 RNG = "rng"
@@ -92,14 +93,26 @@ def put_back(tracked: Mapping[str, Any], states: Mapping[str, Any]) -> None:
 
 
 def unwrap(target: Any) -> Any:
-    """The object behind DistributedDataParallel and torch.compile, so that keys do not depend on the wrapping."""
-    while True:
-        if isinstance(target, DistributedDataParallel):
-            target = target.module
-        elif isinstance(target, torch.nn.Module) and hasattr(target, "_orig_mod"):
-            target = target._orig_mod
-        else:
-            return target
+    """The object behind DistributedDataParallel and torch.compile, so that keys do not depend on the wrapping.
+
+    Of a ZeroRedundancyOptimizer it is this rank's part.
+    """
+    while (inner := _inside(target)) is not None:
+        target = inner
+    return ZeroPart(target) if is_zero(target) else target
+
+
+def data_parallel(target: Any) -> DistributedDataParallel | None:
+    """The DistributedDataParallel around a tracked object, also where torch.compile is around both."""
+    while target is not None and not isinstance(target, DistributedDataParallel):
+        target = _inside(target)
+    return target
+
+
+def _inside(target: Any) -> Any:
+    if isinstance(target, DistributedDataParallel):
+        return target.module
+    return getattr(target, "_orig_mod", None) if isinstance(target, torch.nn.Module) else None
 
 
 def _names(parts: set[str]) -> str:

@@ -28,7 +28,9 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from everstep.checkpoint.manifest import Manifest, shard_file
-from everstep.checkpoint.verify import damaged
+from everstep.checkpoint.plain_files import open_plain
+from everstep.checkpoint.verify import Fault, FaultKind, damaged
+from everstep.errors import CheckpointDamaged
 
 
 class ShardReader(StorageReader):
@@ -51,6 +53,8 @@ class ShardReader(StorageReader):
                         properties=TensorProperties(dtype=dtype_of(chunk)), size=torch.Size(chunk["shape"]), chunks=[]
                     ),
                 )
+                if not chunk["size_bytes"] and found.size.numel():
+                    continue  # an empty part; another one may begin at the same place
                 offsets = torch.Size(chunk["offsets"])
                 found.chunks.append(ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(chunk["sizes"])))
                 self._chunks[MetadataIndex(chunk["key"], offsets)] = (rank, chunk)
@@ -96,21 +100,24 @@ class ShardReader(StorageReader):
         name, size_bytes = shard_file(rank), chunk["size_bytes"]
         content = bytearray(size_bytes)
         try:
-            with (self._directory / name).open("rb", buffering=0) as file:
+            with open_plain(self._directory / name) as file:
                 file.seek(chunk["at"])
                 view, got = memoryview(content), 0
                 while got < size_bytes and (count := file.readinto(view[got:])):
                     got += count
         except OSError as err:
-            raise damaged(self._manifest, self._directory, name, f"cannot be read ({err})") from err
+            raise self._damaged("unreadable", name, f"cannot be read ({err.strerror})") from err
         digest = hashlib.sha256(content).hexdigest()
         if digest != chunk["sha256"]:
-            raise damaged(self._manifest, self._directory, name, f"is not what was saved: {chunk['key']} differs")
+            raise self._damaged("hash", name, f"is not what was saved: {chunk['key']} differs")
         sizes = tuple(chunk["sizes"])
         self.hashes[chunk["key"], tuple(chunk["offsets"]), sizes] = digest
         if not size_bytes:
             return torch.empty(sizes, dtype=dtype_of(chunk))
         return torch.frombuffer(content, dtype=torch.uint8).view(dtype_of(chunk)).view(sizes)
+
+    def _damaged(self, kind: FaultKind, name: str, what: str) -> CheckpointDamaged:
+        return damaged(self._manifest, self._directory, [Fault(kind=kind, file=name, what=what)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,5 +151,10 @@ def _done() -> Future[None]:
 
 def dtype_of(described: Mapping[str, Any]) -> torch.dtype:
     """The type that a chunk or an entry of a structure names, with or without "torch."."""
-    found: torch.dtype = getattr(torch, described["dtype"].removeprefix("torch."))
+    found = getattr(torch, described["dtype"].removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise CheckpointDamaged(
+            f"This torch ({torch.__version__}) has no type {described['dtype']}, which the checkpoint holds. "
+            "Load it with the release of torch that wrote it."
+        )
     return found

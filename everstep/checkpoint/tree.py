@@ -11,19 +11,21 @@ import base64
 import hashlib
 import json
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
+from everstep.checkpoint.storable import check_array, check_tensor, memory_order
 from everstep.errors import UnsupportedState
 
 Structure = Any
 """JSON: None, bool, int, float, str and list stand for themselves; an object is one of the kinds below, by its "$"."""
 
 _MAPPINGS: dict[str, type] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
+_PLAIN = frozenset({type(None), bool, int, float, str})
 
 
 def flatten(tree: Any, *, path: str) -> tuple[Structure, dict[str, torch.Tensor]]:
@@ -31,24 +33,54 @@ def flatten(tree: Any, *, path: str) -> tuple[Structure, dict[str, torch.Tensor]
 
     Raises `UnsupportedState` with the path of a value that a checkpoint cannot hold.
     """
-    tensors: dict[str, torch.Tensor] = {}
-    return _flatten(tree, path, tensors), tensors
+    tensors = _Tensors()
+    return _flatten(tree, path, tensors), tensors.by_path
 
 
-def _flatten(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Structure:
-    if isinstance(value, torch.Tensor) and value.layout != torch.strided:
-        raise UnsupportedState(
-            f"Cannot save {path}: {type(value).__name__} with layout {value.layout} is not supported."
-        )
-    if isinstance(value, DTensor) and any(placement.is_partial() for placement in value.placements):
-        raise UnsupportedState(f"Cannot save {path}: a DTensor with pending sums. Call redistribute() on it first.")
+class _Tensors:
+    """Tensors met so far. Tied ones, such as an embedding that is also the output layer, have one path together."""
+
+    def __init__(self) -> None:
+        self.by_path: dict[str, torch.Tensor] = {}
+        self._paths: dict[tuple[object, ...], str] = {}
+
+    def add(self, path: str, tensor: torch.Tensor) -> str:
+        """Where the tensor is filed: under its path, unless it is filed already or another one took the name."""
+        memory = _memory(tensor)
+        if memory is not None and memory in self._paths:
+            return self._paths[memory]
+        while path in self.by_path:  # {"a/b": ...} beside {"a": {"b": ...}}, or the keys 1 and "1"
+            path += "'"
+        self.by_path[path] = tensor
+        if memory is not None:
+            self._paths[memory] = path
+        return path
+
+
+def _memory(tensor: torch.Tensor) -> tuple[object, ...] | None:
+    """Equal for tensors that are the same numbers in the same memory; None where there are none."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if not local.numel():
+        return None
+    placements = str(tensor.placements) if isinstance(tensor, DTensor) else ""
+    seen_as = (local.dtype, local.is_conj(), local.is_neg(), tuple(local.shape), local.stride())
+    return (local.device, local.data_ptr(), *seen_as, tuple(tensor.shape), placements)
+
+
+def _flatten(value: Any, path: str, tensors: _Tensors) -> Structure:
+    # Training waits for it: most leaves are plain, and generators hold hundreds of numbers in a row.
+    if type(value) in _PLAIN:
+        return value
+    if type(value) in (list, tuple) and _PLAIN.issuperset(map(type, value)):
+        return list(value) if type(value) is list else {"$": "tuple", "items": list(value)}
     if isinstance(value, torch.Tensor):
-        tensors[path] = value.detach()
-        return {"$": "tensor", "path": path, "dtype": str(value.dtype), "shape": list(value.shape)}
+        check_tensor(value, path)
+        order = {} if (strides := memory_order(value)) is None else {"strides": strides}
+        path = tensors.add(path, value.detach())
+        return {"$": "tensor", "path": path, "dtype": str(value.dtype), "shape": list(value.shape), **order}
     if isinstance(value, np.ndarray | np.generic):
-        array = np.asarray(value)
-        if array.dtype.hasobject:
-            raise UnsupportedState(f"Cannot save {path}: an array of Python objects. Keep numbers in it.")
+        array = np.asanyarray(value)
+        check_array(array, path)
         kind = "array" if isinstance(value, np.ndarray) else "scalar"
         return {"$": kind, "dtype": array.dtype.str, "shape": list(array.shape), "data": _text(array.tobytes())}
     if value is None or isinstance(value, bool | int | float | str):
@@ -57,7 +89,7 @@ def _flatten(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Structu
         return {"$": "bytes", "data": _text(value)}
     if isinstance(value, list):
         return [_flatten(item, f"{path}/{i}", tensors) for i, item in enumerate(value)]
-    if isinstance(value, tuple):
+    if isinstance(value, tuple) and not hasattr(value, "_fields"):  # a named one would come back without its names
         return {"$": "tuple", "items": [_flatten(item, f"{path}/{i}", tensors) for i, item in enumerate(value)]}
     if isinstance(value, Mapping):
         kind = "counter" if isinstance(value, Counter) else "ordered" if isinstance(value, OrderedDict) else "dict"
@@ -68,7 +100,7 @@ def _flatten(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Structu
     )
 
 
-def _flatten_item(key: Any, value: Any, path: str, tensors: dict[str, torch.Tensor]) -> tuple[Structure, Structure]:
+def _flatten_item(key: Any, value: Any, path: str, tensors: _Tensors) -> tuple[Structure, Structure]:
     if key is not None and not isinstance(key, str | int | float | bool):
         raise UnsupportedState(f"Cannot save {path}: a key of type {type(key).__name__}. Use strings or numbers.")
     return key, _flatten(value, f"{path}/{key}", tensors)
@@ -93,18 +125,6 @@ def unflatten(structure: Structure, tensors: Mapping[str, torch.Tensor]) -> Any:
             return tuple(unflatten(item, tensors) for item in structure["items"])
         case kind:
             return _MAPPINGS[kind]({key: unflatten(item, tensors) for key, item in structure["items"]})
-
-
-def tensor_entries(structure: Structure) -> Iterator[dict[str, Any]]:
-    """Every entry of kind `tensor` in a structure."""
-    if isinstance(structure, list):
-        for item in structure:
-            yield from tensor_entries(item)
-    elif isinstance(structure, dict):
-        if structure["$"] == "tensor":
-            yield structure
-        for item in structure.get("items", []):
-            yield from tensor_entries(item)
 
 
 def tensor_hash(tensor: torch.Tensor) -> str:

@@ -23,13 +23,13 @@ from typing import Any
 
 from everstep.checkpoint.manifest import CheckpointName, Manifest
 from everstep.checkpoint.memory import Held, keep_only, keep_part
-from everstep.checkpoint.publish import Publication, publish, tell_done, tell_failed
+from everstep.checkpoint.publish import Publication, discard, publish, tell_done, tell_failed
 from everstep.checkpoint.retention import remove_expired
-from everstep.checkpoint.shards import Pace, Part, with_patience, write_part
+from everstep.checkpoint.shards import Pace, Part, copy_part, with_patience, write_part
 from everstep.checkpoint.verify import verify
 from everstep.checkpoint.wire import receive, send
 from everstep.elastic.lease_files import LeasePaths
-from everstep.errors import CheckpointDamaged, CheckpointMissing, EverstepError, SaveFailed
+from everstep.errors import CheckpointDamaged, CheckpointMissing, EverstepError
 from everstep.rank_lease import PublishingLease
 
 _NICENESS = 10
@@ -115,31 +115,50 @@ class Connection:
         while True:
             job = self._jobs.get()
             name = CheckpointName(**job["name"])
-            if job["memory"] is not None:
-                self._keep(job, name)
-            if job["aside"] is not None and self._write(job, name) and job["publication"] is not None:
-                # It waits for the slowest rank; this one's snapshots in memory do not.
-                threading.Thread(target=self._publish, args=(job, name), name="publish", daemon=True).start()
+            kept = None if job["memory"] is None else self._keep(job, name)
+            if job["aside"] is None:
+                continue
+            if kept is None:
+                self._save(job, name, source=None)
+            else:
+                # From there it takes as long as the store needs, and the next snapshot does not wait for it.
+                threading.Thread(target=self._save, args=(job, name), kwargs={"source": kept}, daemon=True).start()
 
-    def _keep(self, job: dict[str, Any], name: CheckpointName) -> None:
-        """Put the part into memory, in place of the snapshots that are not needed any more."""
+    def _save(self, job: dict[str, Any], name: CheckpointName, *, source: Path | None) -> None:
+        """Bring the part to disk, from where it lies in memory or else from the rank's own copy, and publish."""
+        written = self._write(job, name, source=source)
+        if job["publication"] is not None:
+            self._publish(job, name) if written else discard(_publication(job, name))
+
+    def _keep(self, job: dict[str, Any], name: CheckpointName) -> Path | None:
+        """Put the part into memory, in place of the snapshots that are not needed any more; returns where it is."""
         order, root, memory = job["memory"], Path(job["memory"]["root"]), self._memory
         assert memory is not None
         part = Part(name=name, **job["part"])
         piece = Held(name=name, token=order["token"], world_size=part.world_size, rank=part.rank, copied=False)
         said = order["described"]
-        parent = CheckpointName(**said["parent"]) if said["parent"] else None
         problem, size_bytes = "", 0
         try:
-            keep_only(root, [Path(directory) for directory in order["keep"]])
-            size_bytes = keep_part(
-                piece, root, part, memory, described={**said, "parent": parent}, may_publish=_may_publish()
+            keep_only(
+                root,
+                {(CheckpointName(**kept), token) for kept, token in order["keep"]},
+                token=piece.token,
+                ranks=order["ranks"],
             )
-        except (OSError, EverstepError) as err:
+            size_bytes = keep_part(
+                piece,
+                root,
+                part,
+                memory,
+                described={**said, "parent": CheckpointName(**said["parent"]) if said["parent"] else None},
+                may_publish=_look_at_lease(held_ns=job["lease_held_ns"]),
+            )
+        except Exception as err:  # whatever it is, the rank must hear of it
             problem = f"{type(err).__name__}: {err}"
         self.tell("memory", name, problem, size_bytes=size_bytes)
+        return None if problem else piece.directory(root)
 
-    def _write(self, job: dict[str, Any], name: CheckpointName) -> bool:
+    def _write(self, job: dict[str, Any], name: CheckpointName, *, source: Path | None) -> bool:
         part = Part(name=name, **job["part"])
         aside, began = Path(job["aside"]), time.monotonic()
         memory = self._memory
@@ -147,33 +166,23 @@ class Connection:
 
         def attempt() -> list[Any]:
             aside.mkdir(parents=True, exist_ok=True)
+            pace = Pace(job["bytes_per_s"])
             with self._node.one_at_a_time:
-                entries = write_part(aside, part, memory, Pace(job["bytes_per_s"]))
+                entries = write_part(aside, part, memory, pace) if source is None else copy_part(source, aside, pace)
             tell_done(aside, part.rank, entries)
             return entries
 
         problem = ""
         try:
             with_patience(attempt, pauses_s=tuple(job["pauses_s"]))
-        except OSError as err:
+        except Exception as err:  # whatever it is, the rank must hear of it
             problem = f"{type(err).__name__}: {err}"
             tell_failed(aside, part.rank, problem)
         self.tell("part", name, problem, seconds=time.monotonic() - began)
         return not problem
 
     def _publish(self, job: dict[str, Any], name: CheckpointName) -> None:
-        said, aside = job["publication"], Path(job["aside"])
-        parent = CheckpointName(**said["parent"]) if said["parent"] else None
-        publication = Publication(
-            root=Path(said["root"]),
-            aside=aside,
-            name=name,
-            parent=parent,
-            job=said["job"],
-            total_steps=said["total_steps"],
-            world_size=job["part"]["world_size"],
-            torch_version=said["torch_version"],
-        )
+        publication = _publication(job, name)
         began, problem = time.monotonic(), ""
         manifest: Manifest | None = None
         try:
@@ -181,16 +190,12 @@ class Connection:
                 publication,
                 limit_s=job["limit_s"],
                 abandoned=self._abandoned.is_set,
-                may_publish=_may_publish(),
+                may_publish=_look_at_lease(held_ns=job["lease_held_ns"]),
             )
-        except SaveFailed as err:
-            problem = str(err)
-        except OSError as err:
-            problem = f"{type(err).__name__}: {err}"
-        left = ""
-        if manifest is not None:
-            self._node.rehash(self, name.directory(publication.root), name)
-            left = _retain(publication, keep=said["keep"])
+        except Exception as err:  # whatever it is, the rank must hear of it
+            problem = str(err) if isinstance(err, EverstepError) else f"{type(err).__name__}: {err}"
+            discard(publication)
+        left = _retain(publication, keep=job["publication"]["keep"]) if manifest is not None else ""
         self.tell(
             "save",
             name,
@@ -199,13 +204,28 @@ class Connection:
             seconds=time.monotonic() - began,
             left=left,
         )
+        if manifest is not None:
+            self._node.rehash(self, name.directory(publication.root), name)
 
 
-def _may_publish() -> Callable[[], None]:
-    """Ends this process and its ranks where their lease has run out."""
+def _publication(job: dict[str, Any], name: CheckpointName) -> Publication:
+    said = job["publication"]
+    return Publication(
+        root=Path(said["root"]),
+        aside=Path(job["aside"]),
+        name=name,
+        parent=CheckpointName(**said["parent"]) if said["parent"] else None,
+        job=said["job"],
+        total_steps=said["total_steps"],
+        world_size=job["part"]["world_size"],
+        torch_version=said["torch_version"],
+    )
+
+
+def _look_at_lease(*, held_ns: int | None) -> Callable[[], None]:
+    """What ends this process if the lease of its ranks has run out; None held: never. Raises `LeaseUnusable`."""
     paths = LeasePaths.from_environment(os.environ)
-    lease = None if paths is None else PublishingLease(paths)
-    return lambda: None if lease is None else lease.check()
+    return (lambda: None) if paths is None else PublishingLease(paths, held_ns=held_ns or 0).check
 
 
 def _retain(publication: Publication, *, keep: int) -> str:

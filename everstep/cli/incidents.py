@@ -183,7 +183,8 @@ def print_receipt(receipt: Mapping[str, Any]) -> None:
         "nodes": f"{cell(receipt['old_nodes'])} -> {cell(receipt['new_nodes'])}",
         "resumed from": "the beginning"
         if parent is None
-        else f"step {parent['step']} of generation {parent['generation']}",
+        else f"step {parent['step']} of generation {parent['generation']}"
+        + (", from its nodes' memory" if receipt.get("parent_in_memory") else ""),
         "reached before the fault": receipt["reached_step"],
         "steps lost": verdict["steps_lost"],
         "steps compared": verdict["steps_compared"],

@@ -20,6 +20,7 @@ COMMANDS = {
     "incident": "everstep.cli.incidents",
     "drill": "everstep.cli.drills",
     "node": "everstep.cli.nodes",
+    "checkpoint": "everstep.cli.checkpoints",
 }
 """Each module offers `add_parser(subparsers)`, which sets `run`: called with the arguments, it returns an exit code."""
 

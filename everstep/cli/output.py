@@ -12,10 +12,13 @@ from typing import IO, Any
 
 COLOURS = {"good": "32", "bad": "31", "warn": "33", "dim": "2", "bold": "1"}
 
-GOOD = {"ready", "running", "recovered", "passed", "succeeded", "bit-equal", "state-equal"}
-BAD = {"unhealthy", "failed", "escalated", "broken", "refused", "expired", "lost", "breaker_open", "waiting_for_fence"}
+GOOD = {"ready", "running", "recovered", "passed", "succeeded", "bit-equal", "state-equal", "complete", "whole"}
+BAD = {
+    "unhealthy", "failed", "escalated", "broken", "refused", "expired", "lost", "breaker_open", "waiting_for_fence",
+    "damaged", "missing",
+}  # fmt: skip
 WARN = {
-    "unknown", "held", "cordoned", "suspect", "unobserved", "recovering", "paused", "inconclusive",
+    "unknown", "held", "cordoned", "suspect", "unobserved", "recovering", "paused", "inconclusive", "unfinished",
     "awaiting_approval", "contact_restored",
 }  # fmt: skip
 

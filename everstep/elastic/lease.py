@@ -85,15 +85,16 @@ class Held(NamedTuple):
 
 
 class Expired(NamedTuple):
-    """The lease has run out: after a sign there was silence for longer than the limit."""
+    """The lease has run out: after a sign there was silence for longer than the limit of the phase that is named."""
 
     silent_ns: int
     limit_ns: int
+    phase: str = ""
 
     def __str__(self) -> str:
         return (
             f"The lease has run out: no contact with the server and no progress for {self.silent_ns / NS:.1f} s; "
-            f"{self.limit_ns / NS:.1f} s are allowed"
+            f"{self.limit_ns / NS:.1f} s are allowed" + (f" in phase {self.phase}" if self.phase else "")
         )
 
 
@@ -112,12 +113,12 @@ def judge(held: Held, *, contact_ns: int, ranks: Sequence[Progress], terms: Term
         if not sign_ns < moment_ns <= now_ns:
             continue
         if moment_ns - sign_ns > allowed_ns + SLACK_NS:
-            return Expired(silent_ns=moment_ns - sign_ns, limit_ns=allowed_ns)
+            return Expired(moment_ns - sign_ns, allowed_ns, _phase_of(allowed_ns, ranks, terms))
         sign_ns = moment_ns
         if moment_ns >= progress_ns:
             allowed_ns = limit_ns
     if now_ns - sign_ns > allowed_ns:
-        return Expired(silent_ns=now_ns - sign_ns, limit_ns=allowed_ns)
+        return Expired(now_ns - sign_ns, allowed_ns, _phase_of(allowed_ns, ranks, terms))
     return Held(sign_ns=sign_ns, limit_ns=limit_ns)
 
 
@@ -127,7 +128,19 @@ def longest_limit_ns(ranks: Iterable[Progress], terms: Terms) -> int:
 
 
 def _limit_s(rank: Progress, terms: Terms) -> float:
+    return terms[_judged_as(rank)]
+
+
+def _judged_as(rank: Progress) -> Phase:
+    """The phase whose limit a rank has."""
     _, phase, steps = rank
     if steps < STEPS_OF_SETUP:
-        return terms.compile_s if phase == Phase.COMPILE and steps == 0 else terms.setup_s
-    return terms[phase] if Phase.STEP <= phase <= Phase.EVALUATION else terms.step_s
+        return Phase.COMPILE if phase == Phase.COMPILE and steps == 0 else Phase.SETUP
+    return Phase(phase) if Phase.STEP <= phase <= Phase.EVALUATION else Phase.STEP
+
+
+def _phase_of(limit_ns: int, ranks: Iterable[Progress], terms: Terms) -> str:
+    """What to call a limit: by the phase of a rank that has it, else by those that have it, which ranks have left."""
+    now = {_judged_as(rank) for rank in ranks}
+    having = [phase for phase in Phase if int(NS * terms[phase]) == limit_ns]
+    return " or ".join(phase.word for phase in having if phase in now or not now.intersection(having))

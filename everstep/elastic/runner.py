@@ -103,7 +103,7 @@ def _end_by_lease(expired: Expired, ending: Ending, journal: Journal) -> None:
         reason="lease",
         detail=f"{expired}.",
         exit_code=EXIT_CODE,
-        tell=lambda: journal.write("lease_expired", silent_s=silent_s, limit_s=limit_s),
+        tell=lambda: journal.write("lease_expired", silent_s=silent_s, limit_s=limit_s, phase=expired.phase),
     )
 
 

@@ -80,6 +80,7 @@ def make_receipt(
         old_nodes=broken.plan.nodes if broken else (),
         new_nodes=generation.plan.nodes,
         parent=generation.plan.parent,
+        parent_in_memory=generation.plan.parent_in_memory,
         reached_step=incident.reached_step,
         detect_s=round(incident.opened_at - incident.fault_at, 4),
         stop_s=since_fault(incident.fenced_at),

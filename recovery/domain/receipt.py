@@ -43,6 +43,8 @@ class Receipt:
     """Relaunches that this recovery took: 1 if the first one held."""
     fences: tuple[FenceProof, ...]
     issued_at: float
+    parent_in_memory: bool = False
+    """It went on from what its nodes held in memory."""
     samples: SampleLedger | None = None
     """None: issued before there was a ledger."""
     receipt_version: int = RECEIPT_VERSION

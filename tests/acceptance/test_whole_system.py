@@ -17,11 +17,12 @@ from typing import Any
 import pytest
 from chaos.scenarios import AFTER, ChaosSystem, Scenario, chaos_system, stop_redis
 from demo_check.rest import RestError
-from demo_check.system import RunningSystem, steady_job, unix_seconds
+from demo_check.system import RunningSystem, order_drill, steady_job, unix_seconds
 from playwright.sync_api import expect, sync_playwright
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_tiny_gpt.py"
 SHORT_JOB = Path(__file__).with_name("short_job.py")
 SCENARIOS = [
     Scenario(name="the worker is killed after each save", failpoints=AFTER),
@@ -96,15 +97,51 @@ def test_an_exit_with_code_0_before_the_last_step_opens_an_incident(idle: Runnin
     assert idle.rest.get(f"jobs/{job['id']}")["state"] != "succeeded"
 
 
+def test_a_dead_rank_costs_no_more_than_the_steps_since_the_last_snapshot_in_memory(idle: RunningSystem) -> None:
+    """Saved to disk at step 0 alone, kept in memory each 5 steps; nothing stays there once the job has ended."""
+    shared = Path("/dev/shm")
+    before = set(shared.glob("everstep-*/*"))
+    job = submit(
+        idle,
+        [str(EXAMPLE), "--steps", "100000", "--save-every", "100000", "--device", "cpu", "--step-time", "0.1"],
+        memory_every=5,
+        memory_partner=True,
+    )
+    idle.wait_until(lambda: (idle.rest.get(f"jobs/{job['id']}")["last_step"] or 0) >= 12, what="12 steps", limit_s=90)
+    drill = {"kind": "kill-rank", "job": job["id"], "rank": 1}
+    order_drill(idle, drill, key=str(time.time_ns()))
+    incident = idle.wait_until(lambda: ended_incident(idle, job["id"]), what="the end of an incident", limit_s=120)
+    receipt = incident["receipt"]
+    assert incident["state"] == "recovered", incident
+    assert receipt["verdict"]["kind"] == "bit-equal", receipt
+    assert receipt["parent"]["step"] >= 5 and receipt["parent_in_memory"], receipt
+    assert receipt["verdict"]["steps_lost"] <= 10, receipt
+    stop_all_jobs(idle)
+    idle.wait_until(lambda: set(shared.glob("everstep-*/*")) <= before, what="the agents to clean up", limit_s=20)
+
+
+def ended_incident(system: RunningSystem, job: str) -> dict[str, Any] | None:
+    for found in system.rest.items(f"incidents?job={job}"):
+        incident: dict[str, Any] = system.rest.get(f"incidents/{found['id']}")
+        if incident["ended_at"]:
+            return incident
+    return None
+
+
 def submit_short_job(system: RunningSystem, *arguments: str) -> dict[str, Any]:
+    return submit(system, [str(SHORT_JOB), *arguments])
+
+
+def submit(system: RunningSystem, script: list[str], **more: Any) -> dict[str, Any]:
     job: dict[str, Any] = system.rest.post(
         "jobs",
         {
             "name": "short",
-            "argv": [sys.executable, str(SHORT_JOB), *arguments],
+            "argv": [sys.executable, *script],
             "working_directory": str(SHORT_JOB.parent),
             "checkpoint_directory": str(system.home / "short" / str(time.time_ns())),
             "nodes": 2,
+            **more,
         },
     )
     return job

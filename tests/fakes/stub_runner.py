@@ -11,6 +11,7 @@ many seconds the runner says that its lease ran out, kills its ranks and ends).
 
 import collections
 import contextlib
+import hashlib
 import json
 import os
 import select
@@ -134,7 +135,9 @@ def rank(directory: Path, number: int) -> None:
 def save(launch: dict, step: int) -> None:
     place = Path(launch["checkpoint_directory"]) / f"generation-{launch['generation']:05d}" / f"step-{step:08d}"
     place.mkdir(parents=True, exist_ok=True)
-    (place / "manifest.json").write_text("{}")
+    said = {"generation": launch["generation"], "step": step, "files": []}
+    seal = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+    (place / "manifest.json").write_text(json.dumps({**said, "self_sha256": seal}))
 
 
 def haunt(note: Path) -> None:

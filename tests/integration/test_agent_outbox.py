@@ -293,3 +293,14 @@ def test_a_server_that_holds_more_than_the_disk_does_not_swallow_new_messages(tm
     assert pids(after) == [2]
     assert [seq for seq, _ in waiting(after)] == [6, 7]
     assert waiting(opened(tmp_path)) == waiting(after)
+
+
+def test_loss_outside_the_outbox_is_told_after_the_end_of_the_agent_too(tmp_path: Path) -> None:
+    outbox = opened(tmp_path)
+    outbox.add(fact(1))
+    outbox.tell_gap("rank 0 said more than can be read again")
+    outbox.close()
+    again = opened(tmp_path)
+    assert gaps(again) == ["rank 0 said more than can be read again"]
+    assert pids(again) == [1]
+    again.close()

@@ -138,14 +138,24 @@ def test_an_interval_that_is_auto_goes_down_with_the_launch_once_it_was_measured
     assert launch.environment == {"SEED": "1", "EVERSTEP_SAVE_EVERY": told}
 
 
-@pytest.mark.parametrize("wrong", [{"save_every": 0}, {"save_every": "often"}, {"last_good_limit_s": 0}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"save_every": 0},
+        {"save_every": "often"},
+        {"last_good_limit_s": 0},
+        {"memory_every": 0},
+        {"memory_partner": "x"},
+    ],
+)
 def test_a_spec_with_an_impossible_interval_is_refused(caller: Caller, wrong: dict[str, Any]) -> None:
     job = {"name": "tiny", "argv": ["/usr/bin/python3"], "working_directory": "/w", "checkpoint_directory": "/c"}
     assert_problem(caller.post("/api/v1/jobs", {**job, **wrong}), status=422, kind="validation")
-    accepted = caller.post("/api/v1/jobs", {**job, "save_every": "auto", "last_good_limit_s": 600})
+    accepted = caller.post("/api/v1/jobs", {**job, "save_every": "auto", "last_good_limit_s": 600, "memory_every": 5})
     assert accepted.status_code == 201
     spec = Job.objects.get().spec
     assert (spec["save_every"], spec["last_good_limit_s"]) == ("auto", 600.0)
+    assert (spec["memory_every"], spec["memory_partner"]) == (5, False)
 
 
 @pytest.mark.django_db(transaction=True)

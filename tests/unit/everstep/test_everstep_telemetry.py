@@ -66,6 +66,24 @@ def test_restarted_agent_gets_what_was_sent_meanwhile(path: Path) -> None:
         assert decode(second.recv(MAX_DATAGRAM_BYTES))["step"] == 2
 
 
+def test_agent_that_restarts_between_two_datagrams_gets_the_second_at_once(path: Path) -> None:
+    telemetry = Telemetry(socket_path=str(path), job="j1", generation=1, rank=0)
+    for step in (1, 2):
+        with bind(path) as receiver:
+            assert telemetry.send("step", step=step)
+            assert decode(receiver.recv(MAX_DATAGRAM_BYTES))["step"] == step
+
+
+def test_agent_that_was_replaced_while_it_hung_does_not_keep_its_ranks(path: Path) -> None:
+    telemetry = Telemetry(socket_path=str(path), job="j1", generation=1, rank=0)
+    with bind(path):
+        while telemetry.send("step", step=1):
+            continue
+        with bind(path) as successor:
+            telemetry.send("step", step=2)
+            assert decode(successor.recv(MAX_DATAGRAM_BYTES))["kind"] == "step"
+
+
 def test_without_a_socket_nothing_is_sent() -> None:
     telemetry = Telemetry(socket_path=None, job="j1", generation=1)
     assert not telemetry.send("poke")

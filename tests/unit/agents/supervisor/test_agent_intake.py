@@ -14,12 +14,15 @@ from agents.protocol.messages import (
     RankResumed,
     SaveInTrouble,
     SaveTroubleKind,
+    SnapshotKept,
     StateProbe,
     StepReport,
     StepReports,
 )
 from agents.sensors.rank_reports import (
     FinishedSaid,
+    KeptSaid,
+    NotKeptSaid,
     PhaseSaid,
     ProbeSaid,
     ResumedSaid,
@@ -64,6 +67,19 @@ async def test_forgets_repeats() -> None:
     assert [s.step for message in told if isinstance(message, StepReports) for s in message.steps] == [1, 2, 3]
     assert sum(isinstance(message, RankResumed) for message in told) == 1
     assert sum(isinstance(message, RankFinished) for message in told) == 1
+
+
+async def test_each_rank_tells_of_its_part_in_memory_once_and_of_what_was_not_kept_as_of_a_save() -> None:
+    told: list[Message] = []
+    taken = intake(told)
+    for rank in (0, 1, 1):
+        taken.take(KeptSaid(job="j", generation=1, rank=rank, at=1.0, step=4, world_size=2, copy_of=1 - rank))
+    for _ in range(2):
+        taken.take(NotKeptSaid(job="j", generation=1, rank=0, at=1.0, step=8, reason="no room"))
+    kept = [(m.rank, m.step, m.copy_of) for m in told if isinstance(m, SnapshotKept)]
+    assert kept == [(0, 4, 1), (1, 4, 0)]
+    (trouble,) = [message for message in told if isinstance(message, SaveInTrouble)]
+    assert (trouble.step, trouble.kind, trouble.reason) == (8, "skipped", "not kept in memory: no room")
 
 
 async def test_refuses_ranks_of_other_nodes() -> None:

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import math
+import os
 from pathlib import Path
 
 import pytest
 
+from everstep.checkpoint.lineage import (
+    line_of,
+    newest_checkpoint,
+    newest_generation,
+    read_lineage,
+    record_lineage,
+    recorded_parents,
+)
 from everstep.checkpoint.manifest import (
     CheckpointName,
     Manifest,
     complete_checkpoints,
-    line_of,
-    newest_checkpoint,
-    newest_generation,
     read_manifest,
-    record_lineage,
     write_manifest,
 )
 from everstep.checkpoint.retention import PINNED, choose_expired, pinned_by_server, remove_expired
+from everstep.checkpoint.sealed import put_sealed, read_sealed
 from everstep.errors import CheckpointDamaged, CheckpointMissing
 
 
@@ -35,7 +42,6 @@ def manifest(text: str, parent: str | None = None) -> Manifest:
         created_at=0.0,
         torch_version="2",
         files=(),
-        digests={0: {"model": "ab"}},
     )
 
 
@@ -76,8 +82,50 @@ def test_any_changed_or_missing_byte_of_a_manifest_is_noticed(tmp_path: Path) ->
 
 
 def test_checkpoint_moved_to_another_name_does_not_count(tmp_path: Path) -> None:
-    put(tmp_path, "1:20").rename(tmp_path / "generation-00001" / "step-00000040")
+    renamed = put(tmp_path, "1:20").rename(tmp_path / "generation-00001" / "step-00000040")
     assert complete_checkpoints(tmp_path) == []
+    with pytest.raises(CheckpointDamaged, match=r"holds checkpoint 1:20, which belongs into .*: it was renamed"):
+        read_manifest(renamed)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("step", "20"), ("step", -1), ("step", True), ("step", 1 << 70), ("parent", "1:4"), ("parent", {"step": 1}),
+        ("world_size", 1.0), ("total_steps", None), ("created_at", math.nan), ("created_at", math.inf), ("job", 7),
+        ("created_at", 10**400), ("files", "all"), ("files", [7]), ("files", None), ("torch_version", None),
+        ("files", [{"name": "x", "size_bytes": -1, "sha256": None}]), ("format", 1), ("format", None),
+        ("files", [{"name": "x", "size_bytes": 1, "sha256": None, "mode": 7}]),
+        ("files", [{"name": 7, "size_bytes": 1, "sha256": None}]),
+    ],
+)  # fmt: skip
+def test_manifest_that_says_the_impossible_is_damaged_whatever_its_hash(
+    tmp_path: Path, field: str, value: object
+) -> None:
+    directory = put(tmp_path, "1:20")
+    body = {**read_sealed(directory / "manifest.json"), field: value}
+    put_sealed(directory / "manifest.json", body)
+    with pytest.raises(CheckpointDamaged, match=r"manifest\.json cannot be read"):
+        read_manifest(directory)
+    assert complete_checkpoints(tmp_path) == []
+
+
+@pytest.mark.parametrize("content", [b"", b"7", b"[]", b"\xff", b"[" * 100_000, b'{"format": 2}', b'{"a": 1'])
+def test_manifest_that_is_none_is_damaged(tmp_path: Path, content: bytes) -> None:
+    directory = put(tmp_path, "1:20")
+    (directory / "manifest.json").write_bytes(content)
+    with pytest.raises(CheckpointDamaged, match=r"manifest\.json cannot be read"):
+        read_manifest(directory)
+
+
+def test_manifest_in_whose_place_something_endless_lies_is_damaged_and_not_waited_for(tmp_path: Path) -> None:
+    directory = put(tmp_path, "1:20")
+    path = directory / "manifest.json"
+    for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero"), lambda path: path.symlink_to(path), os.mkdir):
+        path.rmdir() if path.is_dir() else path.unlink()
+        make(path)
+        with pytest.raises(CheckpointDamaged, match=r"manifest\.json cannot be read"):
+            read_manifest(directory)
 
 
 def test_ghost_writing_after_the_fork_is_off_the_line(tmp_path: Path) -> None:
@@ -97,12 +145,59 @@ def test_off_line_checkpoint_is_not_chosen(tmp_path: Path) -> None:
     record_lineage(tmp_path, 2, parent=name("1:20"))
     put(tmp_path, "1:40")  # written by a ghost of generation 1 after generation 2 had resumed
     found = newest_checkpoint(tmp_path)
-    assert found == name("1:20")
+    assert found is not None and found.name == name("1:20")
     put(tmp_path, "2:30", parent="1:20")
     put(tmp_path, "1:60")
     found = newest_checkpoint(tmp_path)
-    assert found == name("2:30")
+    assert found is not None and found.name == name("2:30")
     assert newest_generation(tmp_path) == 2
+
+
+def test_generation_without_checkpoints_goes_on_along_its_own_line_though_its_parent_is_lost(tmp_path: Path) -> None:
+    """An operator rolled back to 1:40 of three checkpoints; now it is damaged, and 1:60 was never resumed from."""
+    for step in (20, 40, 60):
+        put(tmp_path, f"1:{step}")
+    record_lineage(tmp_path, 1, parent=None)
+    record_lineage(tmp_path, 2, parent=name("1:40"))
+    (name("1:40").directory(tmp_path) / "manifest.json").write_bytes(b"{")
+    found = newest_checkpoint(tmp_path)
+    assert found is not None and found.name == name("1:20")
+
+
+def test_line_leads_through_a_generation_whose_checkpoints_are_gone(tmp_path: Path) -> None:
+    put(tmp_path, "1:20")
+    put(tmp_path, "1:40")
+    record_lineage(tmp_path, 2, parent=name("1:20"))
+    record_lineage(tmp_path, 3, parent=name("2:30"))
+    found = newest_checkpoint(tmp_path)
+    assert found is not None and found.name == name("1:20")
+    assert recorded_parents(tmp_path) == {2: name("1:20"), 3: name("2:30")}
+
+
+def test_run_that_lost_all_of_its_line_does_not_silently_begin_anew(tmp_path: Path) -> None:
+    put(tmp_path, "1:40")
+    record_lineage(tmp_path, 2, parent=name("1:20"))
+    with pytest.raises(CheckpointMissing, match="went on from checkpoint 1:20, and neither that nor any before it"):
+        newest_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("change", [("20", "40"), ("}", ""), ('"step"', '"stop"')])
+def test_note_of_a_generation_that_is_not_what_was_written_is_refused(tmp_path: Path, change: tuple[str, str]) -> None:
+    put(tmp_path, "1:20")
+    put(tmp_path, "1:40")
+    record_lineage(tmp_path, 2, parent=name("1:20"))
+    assert read_lineage(tmp_path, 2) == name("1:20")
+    path = tmp_path / "generation-00002" / "lineage.json"
+    path.write_text(path.read_text().replace(*change, 1))
+    with pytest.raises(CheckpointDamaged, match=r"lineage\.json cannot be read .* EVERSTEP_RESUME"):
+        newest_checkpoint(tmp_path)
+
+
+def test_generation_that_was_killed_before_its_note_has_trained_nothing(tmp_path: Path) -> None:
+    put(tmp_path, "1:20")
+    (tmp_path / "generation-00002").mkdir()
+    found = newest_checkpoint(tmp_path)
+    assert found is not None and found.name == name("1:20")
 
 
 def test_deliberate_new_beginning_is_not_undone_by_older_checkpoints(tmp_path: Path) -> None:
@@ -141,12 +236,14 @@ def test_removal_takes_left_overs_of_killed_saves_along(tmp_path: Path) -> None:
         put(tmp_path, f"1:{step}")
     left_over = tmp_path / "generation-00001" / ".writing-00000050-77"
     newer = tmp_path / "generation-00002" / ".writing-00000050-78"
+    nameless = tmp_path / "generation-00001" / "step-00000050"  # killed between the rename and the manifest
     left_over.mkdir()
+    nameless.mkdir()
     newer.mkdir(parents=True)
     remove_expired(tmp_path, generation=1, parent=None, keep=2)
     assert [str(m.name) for m in complete_checkpoints(tmp_path)] == ["1:40", "1:60"]
     assert not name("1:20").directory(tmp_path).exists()
-    assert not left_over.exists() and newer.exists()
+    assert not left_over.exists() and not nameless.exists() and newer.exists()
 
 
 @pytest.mark.parametrize("text", ["", "60", "1:", "a:b", "1:2:3", "-1:5"])

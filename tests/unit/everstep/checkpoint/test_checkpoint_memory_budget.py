@@ -19,25 +19,25 @@ def refuse(there: Room, *, part: int = 100, copies: int = 1, untouched: int = 0)
     return refuse_budget(there, part_bytes=part * MIB, copies=copies, untouched_bytes=untouched * MIB)
 
 
-def test_two_snapshots_that_leave_a_tenth_free_fit() -> None:
-    assert refuse(room(), part=450) == ""
-    assert refuse(room(), part=451) != ""
+def test_three_snapshots_that_leave_a_tenth_free_fit() -> None:
+    assert refuse(room(), part=300) == ""
+    assert refuse(room(), part=301) != ""
 
 
-def test_partners_parts_count_as_much_again() -> None:
-    assert refuse(room(), part=225, copies=2) == ""
-    assert "and as much for the partner node need 904 MiB" in refuse(room(), part=226, copies=2)
+def test_two_of_the_partners_parts_count_as_well() -> None:
+    assert refuse(room(), part=180, copies=2) == ""
+    assert "3 snapshots of 181 MiB and 2 of the partner node need 905 MiB" in refuse(room(), part=181, copies=2)
 
 
 def test_small_tmpfs_is_named_with_its_numbers() -> None:
     said = refuse(room(tmpfs=64))
-    assert "2 snapshots of 100 MiB need 200 MiB in /dev/shm/x, where 64 MiB are free" in said
+    assert "3 snapshots of 100 MiB need 300 MiB in /dev/shm/x, where 64 MiB are free" in said
 
 
 def test_memory_that_saving_has_reserved_is_not_free() -> None:
-    assert refuse(room(memory=300)) == ""
-    said = refuse(room(memory=300), untouched=110)
-    assert "need 200 MiB of memory, and 300 MiB are free, of which the copy for saving takes 110 MiB" in said
+    assert refuse(room(memory=400)) == ""
+    said = refuse(room(memory=400), untouched=110)
+    assert "need 300 MiB of memory, and 400 MiB are free, of which the copy for saving takes 110 MiB" in said
 
 
 def test_unknown_memory_is_no_reason_to_refuse() -> None:

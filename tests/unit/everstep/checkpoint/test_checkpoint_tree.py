@@ -98,3 +98,18 @@ def test_each_type_of_tensor_can_be_hashed(dtype: torch.dtype) -> None:
 def test_refuses_what_it_cannot_hold_and_says_where(value: Any) -> None:
     with pytest.raises(UnsupportedState, match="scheduler/deep/0"):
         flatten({"deep": [value]}, path="scheduler")
+
+
+@pytest.mark.parametrize(
+    "tree", [{1: torch.ones(2), "1": torch.zeros(2)}, {"a/b": torch.ones(2), "a": {"b": torch.zeros(2)}}]
+)
+def test_two_tensors_of_one_path_are_both_kept(tree: Any) -> None:
+    assert repr(round_trip(tree)) == repr(tree)
+
+
+def test_refuses_an_array_whose_type_the_file_cannot_hold() -> None:
+    with pytest.raises(UnsupportedState, match=r"part/a: an array of type .*x.*one array for each field"):
+        flatten({"a": np.zeros(2, dtype=[("x", "<i4"), ("y", "<f4")])}, path="part")
+    for dtype in (">f4", "<U3", "S4", "<M8[ns]", "?", "<c16"):
+        back = round_trip({"a": np.zeros(2, dtype=dtype)})["a"]
+        assert back.dtype == np.dtype(dtype)

@@ -230,7 +230,7 @@ def test_budget_that_does_not_fit_is_refused_and_training_goes_on(
     assert in_ranks(tmp_path, "tight") == [0, 0]
     said = warnings_of(tmp_path, "tight")
     assert said.count("no snapshots are kept from here on") == 1
-    assert "2 snapshots of 1 MiB need 1 MiB of memory, and 1 MiB are free" in said
+    assert "3 snapshots of 1 MiB need 1 MiB of memory, and 1 MiB are free" in said
     told = [line["reason"] for line in lines(tmp_path, "tight", 1, "not_kept") if "from here on" in line["reason"]]
     assert len(told) == 1 and not lines(tmp_path, "tight", 0, "kept")
     assert [manifest.name.step for manifest in complete_checkpoints(tmp_path / "checkpoints")] == [0, SAVE_EVERY, STEPS]

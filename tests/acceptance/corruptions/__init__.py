@@ -1,0 +1,1 @@
+"""`make corruptions`: real checkpoints are damaged in every way that storage, people and dying processes know."""

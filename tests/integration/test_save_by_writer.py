@@ -1,0 +1,177 @@
+"""One rank and its node's writer: real processes, signals and files."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launches import has_ended, wait_until
+from torch import nn
+
+from everstep.checkpoint.manifest import CheckpointName, complete_checkpoints
+from everstep.checkpoint.reader import read_checkpoint
+from everstep.checkpoint.saver import Saver, SaveSettings
+from everstep.ranks import Team
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for variable in [name for name in os.environ if name.startswith("EVERSTEP_")] + ["RANK", "WORLD_SIZE"]:
+        monkeypatch.delenv(variable, raising=False)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def name(step: int) -> CheckpointName:
+    return CheckpointName(generation=1, step=step)
+
+
+def new_saver(root: Path, **changes: Any) -> Saver:
+    return Saver(SaveSettings(root=root, job="j", total_steps=10, parent=None, keep=100, **changes), Team())
+
+
+def writer_of(saver: Saver) -> int:
+    assert saver._writer is not None and saver._writer.process is not None
+    return saver._writer.process.pid
+
+
+@pytest.fixture
+def model() -> nn.Linear:
+    return nn.Linear(30, 30)
+
+
+@pytest.fixture
+def saver(tmp_path: Path, model: nn.Linear, request: pytest.FixtureRequest) -> Iterator[Saver]:
+    """It has saved step 1 already; its writer can be stopped and killed."""
+    made = new_saver(tmp_path, **getattr(request, "param", {}))
+    assert made.save(name(1), {"model": model})
+    made.settle()
+    assert [news.kind for news in made.news()][:1] == ["saved"]
+    yield made
+    made.close()
+
+
+def told(saver: Saver) -> dict[int, str]:
+    """What has become of each step's save, and what was said of it."""
+    return {news.name.step: f"{news.kind}: {news.problem}" for news in saver.news() if news.kind != "rehashed"}
+
+
+def steps_on_disk(root: Path) -> list[int]:
+    return [manifest.name.step for manifest in complete_checkpoints(root)]
+
+
+def after(seconds: float, work: Any) -> threading.Timer:
+    timer = threading.Timer(seconds, work)
+    timer.start()
+    return timer
+
+
+def test_what_is_saved_is_the_state_of_the_moment_though_training_goes_on(
+    tmp_path: Path, saver: Saver, model: nn.Linear
+) -> None:
+    nn.init.constant_(model.weight, 2.0)
+    os.kill(writer_of(saver), signal.SIGSTOP)
+    assert saver.save(name(2), {"model": model})
+    nn.init.constant_(model.weight, 3.0)
+    os.kill(writer_of(saver), signal.SIGCONT)
+    saver.settle()
+    loaded = read_checkpoint(name(2).directory(tmp_path), rank=0, world_size=1, tracked={"model": model})
+    assert loaded.states["model"]["weight"].eq(2.0).all()
+
+
+def test_killed_writer_costs_its_save_and_the_next_one_has_a_new_writer(
+    tmp_path: Path, saver: Saver, model: nn.Linear
+) -> None:
+    first = writer_of(saver)
+    os.kill(first, signal.SIGSTOP)
+    assert saver.save(name(2), {"model": model})
+    os.kill(first, signal.SIGKILL)
+    saver.settle()
+    assert told(saver) == {2: "failed: rank 0: its writer has died"}
+    assert saver.save(name(3), {"model": model})
+    saver.settle()
+    assert told(saver) == {3: "saved: "}
+    assert writer_of(saver) != first
+    assert steps_on_disk(tmp_path) == [1, 3]
+
+
+@pytest.mark.parametrize("saver", [{"when_busy": "skip"}], indirect=True)
+def test_save_that_finds_another_unfinished_is_skipped_where_that_is_the_policy(
+    tmp_path: Path, saver: Saver, model: nn.Linear
+) -> None:
+    os.kill(writer_of(saver), signal.SIGSTOP)
+    assert saver.save(name(2), {"model": model})
+    began = time.monotonic()
+    assert not saver.save(name(3), {"model": model})
+    assert time.monotonic() - began < 5
+    os.kill(writer_of(saver), signal.SIGCONT)
+    saver.settle()
+    assert told(saver) == {
+        2: "saved: ",
+        3: "skipped: the save before it is still being written (ranks [0])",
+    }
+    assert steps_on_disk(tmp_path) == [1, 2]
+
+
+@pytest.mark.parametrize("saver", [{"when_busy": "wait"}], indirect=True)
+def test_save_that_finds_another_unfinished_waits_where_that_is_the_policy(
+    tmp_path: Path, saver: Saver, model: nn.Linear
+) -> None:
+    writer = writer_of(saver)
+    os.kill(writer, signal.SIGSTOP)
+    assert saver.save(name(2), {"model": model})
+    timer = after(0.5, lambda: os.kill(writer, signal.SIGCONT))
+    assert saver.save(name(3), {"model": model})
+    saver.settle()
+    timer.join()
+    assert steps_on_disk(tmp_path) == [1, 2, 3]
+
+
+def test_storage_that_heals_before_patience_ends_costs_no_save(tmp_path: Path, model: nn.Linear) -> None:
+    saver = new_saver(tmp_path / "store")
+    (tmp_path / "store").write_text("in the way")
+    assert saver.save(name(1), {"model": model})
+    timer = after(0.2, (tmp_path / "store").unlink)
+    saver.settle()
+    timer.join()
+    assert told(saver) == {1: "saved: "}
+    saver.close()
+
+
+def test_writer_dies_with_its_rank(tmp_path: Path, model: nn.Linear) -> None:
+    pid = os.fork()
+    if not pid:
+        saver = new_saver(tmp_path)
+        saver.save(name(1), {"model": model})
+        (tmp_path / "pid.tmp").write_text(str(writer_of(saver)))
+        (tmp_path / "pid.tmp").rename(tmp_path / "pid")
+        time.sleep(60)
+        os._exit(0)
+    wait_until((tmp_path / "pid").exists, limit_s=30)
+    writer = int((tmp_path / "pid").read_text())
+    assert not has_ended(writer, limit_s=0)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert has_ended(writer, limit_s=10)
+
+
+def test_end_of_the_script_waits_for_what_is_under_way(tmp_path: Path, saver: Saver, model: nn.Linear) -> None:
+    writer = writer_of(saver)
+    os.kill(writer, signal.SIGSTOP)
+    assert saver.save(name(2), {"model": model})
+    timer = after(0.3, lambda: os.kill(writer, signal.SIGCONT))
+    saver.close(limit_s=30)
+    timer.join()
+    assert steps_on_disk(tmp_path) == [1, 2]
+    assert has_ended(writer, limit_s=10)
