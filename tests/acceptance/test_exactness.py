@@ -52,8 +52,9 @@ def test_fault_that_never_finds_its_moment_is_an_error(
     whole: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SaveWatch, "catch", lambda *_, **__: None)
-    result = run_case(JOB, DISK, SCALE, tmp_path / "case", whole=whole)
-    assert not result.identical and "DidNotHappen: no save was caught where renamed" in result.error
+    scale = Scale(seed=16, steps=24, save_every=4, faults=1)
+    result = run_case(JOB, DISK, scale, tmp_path / "case", whole=whole)
+    assert not result.identical and "DidNotHappen: no save was caught where the leader waits" in result.error
 
 
 def test_one_bit_or_one_step_more_or_less_is_a_difference(whole: Record) -> None:

@@ -13,7 +13,7 @@ from exactness.live import DidNotHappen, Live
 from exactness.moments import Caught, Moment, SaveWatch, SnapshotWatch, Watch, let_go
 
 _SAVE_LIMIT_S = 60.0
-_TERM_LIMIT_S = 30.0
+_TERM_LIMIT_S = 60.0
 _TERM_STEPS = 60
 """Ranks look about once a second whether to end, and a step takes 20 ms at least."""
 _LOOK_FOR_WRITERS_S = 0.25

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from everstep.checkpoint.manifest import CheckpointName, newest_checkpoint, read_lineage
+from everstep.checkpoint.lineage import lineage_token, newest_snapshot
+from everstep.checkpoint.manifest import CheckpointName
 from everstep.checkpoint.memory import held_in, whole_snapshots
 from everstep.context import MEMORY_DIRECTORY
 from everstep.elastic.launch import LAUNCH_FILE
@@ -109,9 +110,9 @@ class Training:
         in_memory = [
             name
             for name, token in whole_snapshots(held for place in self.memory for held in held_in(place)).items()
-            if (lineage := read_lineage(self._checkpoints, name.generation)) is not None and lineage.token == token
+            if lineage_token(self._checkpoints, name.generation) == token
         ]
-        return newest_checkpoint(self._checkpoints, in_memory=in_memory)
+        return newest_snapshot(self._checkpoints, in_memory)
 
     def generation(self, number: int, *, parent: CheckpointName | None) -> Generation:
         """Enter it to start it."""
