@@ -98,7 +98,7 @@ def copy_part(source: Path, aside: Path, pace: Pace) -> list[FileEntry]:
             (source / entry.name).open("rb", buffering=0) as kept,
             (aside / entry.name).open("wb", buffering=0) as file,
         ):
-            while block := kept.read(_BLOCK_BYTES):
+            while block := kept.read(BLOCK_BYTES):
                 pace.take(len(block))
                 _write_all(file.fileno(), memoryview(block))
             os.fsync(file.fileno())
