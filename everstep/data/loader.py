@@ -7,13 +7,14 @@ the loader's own affair, since the sampler's position moves with what was traine
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from everstep.data.order import MASK_64, mix
 from everstep.data.sampler import ReplayableSampler
 from everstep.data.span import IndexBatch, SampleSpan
+from everstep.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -154,8 +155,28 @@ def replayable_loader(
     import torch
     from torch.utils.data import DataLoader
 
+    _check_loader(dataset, sampler, options)
     stateful = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
     spanned: Any = (StatefulSpannedDataset if stateful else SpannedDataset)(dataset, sample_seed=sample_seed)
     collate: Any = SpannedCollate(collate_fn)
     options.setdefault("generator", torch.Generator().manual_seed(sampler.seed & (MASK_64 >> 1)))
     return (loader_class or DataLoader)(spanned, batch_sampler=EveryEpoch(sampler), collate_fn=collate, **options)
+
+
+_DECIDED = frozenset({"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"})
+"""Options of a DataLoader that the sampler decides."""
+
+
+def _check_loader(dataset: Any, sampler: Any, options: Mapping[str, Any]) -> None:
+    """Raises `UsageError` for what torch would refuse less clearly, or only in a worker."""
+    if not isinstance(sampler, ReplayableSampler):
+        raise UsageError(f"replayable_loader needs a ReplayableSampler, not a {type(sampler).__name__}.")
+    if twice := sorted(_DECIDED & options.keys()):
+        raise UsageError(
+            f"replayable_loader({twice[0]}=...): the sampler decides that. Say it to the ReplayableSampler."
+        )
+    if hasattr(dataset, "__len__") and len(dataset) < sampler.size:
+        raise UsageError(
+            f"The dataset has {len(dataset)} samples, and its sampler was made for {sampler.size}: "
+            "make it by ReplayableSampler(len(dataset), ...)."
+        )

@@ -65,6 +65,11 @@ class ReplayableStream(IterableDataset[SpannedBatch]):
         self._epoch = 0
         self._next = 0
         self._source_state: Any = None
+        if not hasattr(dataset, "__iter__"):
+            raise UsageError(
+                f"ReplayableStream cannot iterate a {type(dataset).__name__}: give it an iterable dataset. "
+                "For one that is indexed there is ReplayableSampler."
+            )
         if not 0 <= self.rank < self.world_size:
             raise UsageError(f"Rank {self.rank} is not one of a world of {self.world_size}.")
         if global_batch_size < self.world_size or (global_batch_size % self.world_size and not uneven):

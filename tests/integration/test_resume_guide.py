@@ -74,19 +74,19 @@ def state_hashes(directory: Path, generation: int) -> dict[str, str]:
     }
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_killed_and_started_again_it_ends_bit_for_bit_where_it_would_have(tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
     (tmp_path / "cut").mkdir()
-    assert started(tmp_path / "whole", "log").wait(timeout=120) == 0
+    assert started(tmp_path / "whole", "log").wait(timeout=240) == 0
 
     first = started(tmp_path / "cut", "first")
-    wait_until(lambda: max(steps_of(tmp_path / "cut", "first", 1), default=0) > 27, limit_s=120)
+    wait_until(lambda: max(steps_of(tmp_path / "cut", "first", 1), default=0) > 27, limit_s=240)
     os.kill(lines_of(tmp_path / "cut" / "first" / "rank-1.jsonl")[0]["pid"], signal.SIGKILL)
-    assert first.wait(timeout=60) != 0
+    assert first.wait(timeout=120) != 0
     saved = [manifest.name.step for manifest in complete_checkpoints(tmp_path / "cut" / "checkpoints")]
     assert saved in ([0, 25], [0]), saved
-    assert started(tmp_path / "cut", "second").wait(timeout=120) == 0
+    assert started(tmp_path / "cut", "second").wait(timeout=240) == 0
 
     for rank in range(2):
         whole = steps_of(tmp_path / "whole", "log", rank)
