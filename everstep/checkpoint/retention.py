@@ -9,8 +9,9 @@ import shutil
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
+from everstep.checkpoint.left_overs import left_over_directories
 from everstep.checkpoint.lineage import Parents, line_of, recorded_parents
-from everstep.checkpoint.manifest import ASIDE, MANIFEST, CheckpointName, Manifest, complete_checkpoints
+from everstep.checkpoint.manifest import MANIFEST, CheckpointName, Manifest, complete_checkpoints
 from everstep.errors import CheckpointMissing
 
 KEEP = 10
@@ -51,15 +52,9 @@ def remove_expired(root: Path, *, generation: int, parent: CheckpointName | None
         directory = name.directory(root)
         (directory / MANIFEST).unlink(missing_ok=True)  # first, so that a half removed one does not count
         shutil.rmtree(directory, ignore_errors=True)
-    for number in range(1, generation + 1):
-        for left_over in _left_over(root / f"generation-{number:05d}"):
+    for name, left_over in left_over_directories(root):
+        if name.generation <= generation:
             shutil.rmtree(left_over, ignore_errors=True)
-
-
-def _left_over(directory: Path) -> list[Path]:
-    """What killed saves of a generation have left: written aside, or renamed and never given a manifest."""
-    nameless = [path for path in directory.glob("step-*") if not os.path.lexists(path / MANIFEST)]
-    return [*directory.glob(f"{ASIDE}*"), *nameless]
 
 
 def pinned_by_server(run_directory: str | None) -> frozenset[CheckpointName]:

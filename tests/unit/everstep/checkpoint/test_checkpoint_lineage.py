@@ -234,8 +234,8 @@ def test_checkpoints_of_a_newer_generation_are_left_alone() -> None:
 def test_removal_takes_left_overs_of_killed_saves_along(tmp_path: Path) -> None:
     for step in (20, 40, 60):
         put(tmp_path, f"1:{step}")
-    left_over = tmp_path / "generation-00001" / ".writing-00000050-77"
-    newer = tmp_path / "generation-00002" / ".writing-00000050-78"
+    left_over = tmp_path / "generation-00001" / ".writing-step-00000050-77"
+    newer = tmp_path / "generation-00002" / ".writing-step-00000050-78"
     nameless = tmp_path / "generation-00001" / "step-00000050"  # killed between the rename and the manifest
     left_over.mkdir()
     nameless.mkdir()
