@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import shutil
 import signal
 import time
@@ -92,10 +91,8 @@ class Live:
 
     def counts(self, path: Path) -> bool:
         """Whether what was caught unfinished at `path` is a checkpoint, or a part of a snapshot, by now."""
-        if path.name.startswith(f"{ASIDE}rank-"):
-            return path.with_name("-".join(path.name.removeprefix(ASIDE).split("-")[:2])).exists()
-        step = int(re.findall(r"step-(\d+)", path.name)[0])
-        return self.is_complete(step)
+        final = path.with_name("-".join(path.name.removeprefix(ASIDE).split("-")[:2]))
+        return (final / MANIFEST).exists()
 
     def has_lost_writer_of(self, path: Path) -> bool:
         """Whether the writer is dead that would have let it count: a node's own, or on disk that of rank 0."""

@@ -109,7 +109,7 @@ class SaveWatch(Watch):
             if name.startswith(f"{ASIDE}step-"):
                 files = self._names(path)
                 done = sum(file.startswith("done-") and file.endswith(".json") for file in files)
-                step = int(name.removeprefix(f"{ASIDE}step-").split("-")[0])
+                step = _step_of(name)
                 if not done and any(file.startswith("shard-") for file in files):
                     return Caught(moment=Moment.WRITING, step=step, path=path)
                 if 0 < done < self._world_size:
@@ -127,7 +127,7 @@ class SnapshotWatch(Watch):
     def __init__(self, roots: Sequence[Path], *, generation: int) -> None:
         super().__init__()
         self._roots = roots
-        self._prefix = f"generation-{generation:05d}-"
+        self._generation = f"generation-{generation:05d}"
         self._old = frozenset(caught.path for caught in self._parts())
 
     def _look(self) -> Caught | None:
@@ -135,16 +135,17 @@ class SnapshotWatch(Watch):
 
     def _parts(self) -> Iterator[Caught]:
         """The parts of this generation that are being written."""
-        for root in self._roots:
-            for generation in self._names(root):
-                if not generation.startswith(self._prefix):
-                    continue
-                for step in self._names(root / generation):
-                    directory = root / generation / step
-                    for name in self._names(directory):
-                        if name.startswith(f"{ASIDE}rank-"):
-                            number = int(step.removeprefix("step-"))
-                            yield Caught(moment=Moment.KEEPING, step=number, path=directory / name)
+        for place in [root / name for root in self._roots for name in self._names(root) if name.startswith("rank-")]:
+            if self._generation not in self._names(place):
+                continue
+            directory = place / self._generation
+            for name in self._names(directory):
+                if name.startswith(f"{ASIDE}step-"):
+                    yield Caught(moment=Moment.KEEPING, step=_step_of(name), path=directory / name)
+
+
+def _step_of(aside: str) -> int:
+    return int(aside.removeprefix(f"{ASIDE}step-").split("-")[0])
 
 
 def stop(pids: Sequence[int]) -> None:
