@@ -8,6 +8,7 @@ of whoever wrote it.
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import json
 from collections import Counter, OrderedDict
@@ -59,12 +60,18 @@ class _Tensors:
 
 def _memory(tensor: torch.Tensor) -> tuple[object, ...] | None:
     """Equal for tensors that are the same numbers in the same memory; None where there are none."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    if not local.numel():
+    if isinstance(tensor, DTensor):
+        seen_as = _memory(tensor.to_local())
+        return None if seen_as is None else (*seen_as, tensor.shape, str(tensor.placements))
+    if not tensor.numel():
         return None
-    placements = str(tensor.placements) if isinstance(tensor, DTensor) else ""
-    seen_as = (local.dtype, local.is_conj(), local.is_neg(), tuple(local.shape), local.stride())
-    return (local.device, local.data_ptr(), *seen_as, tuple(tensor.shape), placements)
+    bits = (tensor.dtype, tensor.is_conj(), tensor.is_neg())
+    return (tensor.device, tensor.data_ptr(), *bits, tensor.shape, tensor.stride())
+
+
+@functools.cache
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype)
 
 
 def _flatten(value: Any, path: str, tensors: _Tensors) -> Structure:
@@ -76,8 +83,8 @@ def _flatten(value: Any, path: str, tensors: _Tensors) -> Structure:
     if isinstance(value, torch.Tensor):
         check_tensor(value, path)
         order = {} if (strides := memory_order(value)) is None else {"strides": strides}
-        path = tensors.add(path, value.detach())
-        return {"$": "tensor", "path": path, "dtype": str(value.dtype), "shape": list(value.shape), **order}
+        path = tensors.add(path, value.detach() if value.requires_grad else value)
+        return {"$": "tensor", "path": path, "dtype": _name(value.dtype), "shape": list(value.shape), **order}
     if isinstance(value, np.ndarray | np.generic):
         array = np.asanyarray(value)
         check_array(array, path)
