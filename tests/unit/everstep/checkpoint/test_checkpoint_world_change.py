@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from everstep.checkpoint.description import SAME
 from everstep.checkpoint.manifest import CheckpointName, Manifest
-from everstep.checkpoint.snapshot import SAME
 from everstep.checkpoint.world_change import check_world_change
 from everstep.errors import UsageError
 
