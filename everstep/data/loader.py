@@ -163,7 +163,7 @@ def replayable_loader(
     return (loader_class or DataLoader)(spanned, batch_sampler=EveryEpoch(sampler), collate_fn=collate, **options)
 
 
-_DECIDED = frozenset({"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"})
+_DECIDED = frozenset({"batch_size", "shuffle", "batch_sampler", "drop_last"})
 """Options of a DataLoader that the sampler decides."""
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from numbers import Integral
 from typing import Any
 
 from everstep.data.order import permute
@@ -64,10 +65,9 @@ class ReplayableSampler:
 
     def _check(self) -> None:
         for name, value in (("size", self.size), ("global_batch_size", self.global_batch_size)):
-            if not isinstance(value, int):
-                raise UsageError(
-                    f"ReplayableSampler({name}=...) is a {type(value).__name__}: give a number of samples."
-                )
+            if not isinstance(value, Integral):
+                kind = type(value).__name__
+                raise UsageError(f"ReplayableSampler({name}=...) is a {kind}: give a number of samples.")
         if self.size < 1 or self.global_batch_size < 1:
             raise UsageError(
                 f"Cannot sample batches of {self.global_batch_size} from {self.size} samples: both must be at least 1."

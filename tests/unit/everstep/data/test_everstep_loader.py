@@ -20,7 +20,7 @@ def test_dataset_in_the_place_of_its_size_is_told_what_to_give() -> None:
         ReplayableSampler(8, global_batch_size=4.0, rank=0, world_size=1)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("option", ["batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"])
+@pytest.mark.parametrize("option", ["batch_size", "shuffle", "batch_sampler", "drop_last"])
 def test_what_the_sampler_decides_is_not_said_to_the_loader(option: str) -> None:
     with pytest.raises(UsageError, match=rf"{option}=.*the sampler decides that"):
         replayable_loader(range(8), sampler(), **{option: True})
