@@ -318,10 +318,12 @@ def wait_for(pids: list[int]) -> list[int]:
 def test_kill_in_the_middle_of_saving_never_leaves_a_checkpoint_that_is_wrong(tmp_path: Path) -> None:
     def save_for_ever(first: int) -> None:
         state = nn.Linear(700, 700)
-        saver = Saver(SaveSettings(root=tmp_path, job="j", total_steps=1, parent=None, keep=10**6), Team())
+        # Half a second for each: the writer goes on until the killed rank is gone, which takes a tenth and more.
+        settings = SaveSettings(root=tmp_path, job="j", total_steps=1, parent=None, keep=10**6, bytes_per_s=4e6)
+        saver = Saver(settings, Team())
         for step in itertools.count(first):
             nn.init.constant_(state.weight, step)
-            saver.save(CheckpointName(generation=1, step=step), {"model": state})
+            saver.save(CheckpointName(generation=1, step=step), {"model": state, "tail": nn.Linear(1, 1)})
 
     left_over = 0
     for attempt in range(8):
