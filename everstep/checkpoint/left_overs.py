@@ -1,4 +1,4 @@
-"""Saves that were killed before their manifest was in place: they never count; `Run` says which ones it passes by."""
+"""Saves that were killed before their manifest was in place: they never count, and `Run` says which it passes by."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def test_a_dead_rank_costs_no_more_than_the_steps_since_the_last_snapshot_in_mem
         memory_every=5,
         memory_partner=True,
     )
-    idle.wait_until(lambda: (idle.rest.get(f"jobs/{job['id']}")["last_step"] or 0) >= 12, what="12 steps", limit_s=90)
+    idle.wait_until(lambda: (idle.rest.get(f"jobs/{job['id']}")["last_step"] or 0) >= 12, what="12 steps", limit_s=150)
     drill = {"kind": "kill-rank", "job": job["id"], "rank": 1}
     order_drill(idle, drill, key=str(time.time_ns()))
     incident = idle.wait_until(lambda: ended_incident(idle, job["id"]), what="the end of an incident", limit_s=120)

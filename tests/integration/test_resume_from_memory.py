@@ -87,9 +87,13 @@ def in_ranks(
     memory_every: int | None = 4,
     partner: bool = False,
     die_at: dict[int, int] | None = None,
+    plan: dict[str, str] | None = None,
     limit_s: float = 120.0,
 ) -> list[int]:
-    """Exit codes of ranks that trained; rank r keeps its snapshots in node `nodes[r]`. All die with the first."""
+    """Exit codes of ranks that trained; rank r keeps its snapshots in node `nodes[r]`. All die with the first.
+
+    plan: what a runner says of the generation, as environment; None for ranks that are alone.
+    """
     store = root / f"store-{uuid.uuid4()}"
     pids = {}
     for rank, node in enumerate(nodes):
@@ -103,6 +107,7 @@ def in_ranks(
                 WORLD_SIZE=str(len(nodes)),
                 EVERSTEP_LOG_DIR=str(root / log),
                 EVERSTEP_MEMORY_DIR=str(root / f"memory-{node}"),
+                **(plan or {}),
             )
             dist.init_process_group(
                 "gloo", store=dist.FileStore(str(store), len(nodes)), rank=rank, world_size=len(nodes)
@@ -243,3 +248,21 @@ def test_partner_on_the_same_node_is_refused_with_a_sentence(tmp_path: Path) -> 
         tmp_path, "alone"
     )
     assert not lines(tmp_path, "alone", 0, "kept")
+
+
+def test_plan_that_names_a_snapshot_gets_that_one_or_an_error_and_never_another_step(
+    tmp_path: Path, undisturbed: dict[bool, Path]
+) -> None:
+    def planned(generation: int, resume: str = "") -> dict[str, str]:
+        return {"EVERSTEP_GENERATION": str(generation), "EVERSTEP_RESUME": resume}
+
+    in_ranks(tmp_path, "first", die_at={1: 22}, plan=planned(1))
+    shutil.copytree(tmp_path / "memory-0", tmp_path / "lost")
+    shutil.rmtree(tmp_path / "memory-0")
+    assert in_ranks(tmp_path, "refused", plan=planned(2, "1:20")) == [1, 1]
+    for rank in range(2):
+        assert (tmp_path / f"refused-error-{rank}").read_text().startswith("CheckpointMissing: There is no complete")
+    shutil.copytree(tmp_path / "lost", tmp_path / "memory-0")
+    assert in_ranks(tmp_path, "again", plan=planned(3, "1:20")) == [0, 0]
+    assert (resumed(tmp_path, "again")["step"], resumed(tmp_path, "again")["tier"]) == (20, "memory")
+    assert_same_as_undisturbed(tmp_path, undisturbed[False], ["first", "again"])
