@@ -59,7 +59,8 @@ class Layout:
                 targets.append(view(chunk.at, dtype=block.dtype, sizes=chunk.sizes))
                 sources.append(block)
                 on_device = on_device or block.is_cuda
-            torch._foreach_copy_(targets, sources, non_blocking=True)  # one call: Python costs more than small copies
+            if targets:  # a rank may have nothing to write: there are fewer tensors than ranks
+                torch._foreach_copy_(targets, sources, non_blocking=True)  # one call: Python costs more than copies
         if on_device:
             torch.cuda.synchronize()
 
