@@ -91,6 +91,7 @@ def train(root: Path, order: Any, batches: Any, *, until: int = TOTAL) -> dict[i
         run.report(loss=torch.rand(()), span=batch.span)
         assert batch.span.indices_digest is not None
         if step > until:
+            run._stop()  # as at the end of the process: what was copied before is brought to disk
             break
     return seen
 

@@ -5,6 +5,7 @@ A node is a directory of its own for what its ranks keep; torch is loaded here, 
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from launches import wait_until
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -72,10 +74,24 @@ def train(*, sharded: bool, memory_every: int | None, partner: bool, die_at: dic
         optimizer.step()
         scheduler.step()
         run.report(loss=loss)
-        if die_at:
-            time.sleep(0.05)  # the writer is another process
+        if die_at and step == 1:  # while the first save is written, no snapshot is taken
+            wait_until(lambda: complete_checkpoints(root / "checkpoints"), limit_s=60)
+        if die_at and memory_every is not None and step > 1 and step % memory_every == 1:
+            wait_until(functools.partial(kept_by_all, run, root, step - 1, copies=partner), limit_s=60)
         if die_at.get(run.rank) == step:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kept_by_all(run: everstep.Run, root: Path, step: int, *, copies: bool) -> bool:
+    """Whether the snapshot of this step is whole, which takes others a moment longer than training."""
+    run._hear_of_saves()  # as between steps: a copy is exchanged once the rank has heard that its part is there
+    held = {
+        (held.rank, held.copied)
+        for memory in root.glob("memory-*")
+        for held in held_in(memory)
+        if held.name.step == step
+    }
+    return held >= {(rank, copied) for rank in range(dist.get_world_size()) for copied in {False, copies}}
 
 
 def in_ranks(

@@ -78,7 +78,7 @@ def story(root: Path) -> list[Any]:
     Without what became of saves: the writer's word comes when it comes.
     """
     return [
-        line.get("phase", line["step"] if line["kind"] == "step" else line["kind"])
+        line["phase"] if line["kind"] == "phase" else line["step"] if line["kind"] == "step" else line["kind"]
         for line in lines_of(log(root))
         if line["kind"] not in ("saved", "rehashed")
     ]

@@ -55,6 +55,7 @@ def train_rank(root: Path, rank: int, *, batch: int, drop_last: bool, until: int
         SIZE, global_batch_size=batch, seed=SEED, drop_last=drop_last, uneven=batch % 12 != 0
     )
     run.track(model=model, optimizer=optimizer, scheduler=scheduler, sampler=sampler)
+    run.warm_up(lambda: model(inputs[:4]).sum().backward())
     run.resume()
     for step, indices in zip(run.steps(), run.batches(sampler.stream()), strict=False):
         optimizer.zero_grad()
@@ -69,6 +70,7 @@ def train_rank(root: Path, rank: int, *, batch: int, drop_last: bool, until: int
             dist.all_reduce(mean)
         run.report(loss=mean / dist.get_world_size(), learning_rate=scheduler.get_last_lr()[0], span=indices.span)
         if step == until + 1:
+            run._stop()  # what was copied before is brought to disk
             break  # a step is finished when the next one is asked for: this one never is
 
 
@@ -100,7 +102,9 @@ def train(root: Path, *, world: int, batch: int, drop_last: bool, generation: in
             rank.join()
     assert [rank.exitcode for rank in ranks] == [0] * world
     logged = [lines_of(logs / f"rank-{rank}.jsonl") for rank in range(world)]
-    assert not [line for lines in logged for line in lines if line["kind"] == "warning"]
+    expected = ("ends after step", "the random generators cannot be mapped")
+    said = [line["text"] for lines in logged for line in lines if line["kind"] == "warning"]
+    assert [text for text in said if not any(words in text for words in expected)] == []
     return [{line["step"]: line for line in lines if line["kind"] == "step"} for lines in logged]
 
 
