@@ -217,6 +217,7 @@ class Run:
         )
         paths = self._context.lease
         self._lease = None if paths is None else RankLease(paths, local_rank=self._context.local_rank, log=self._log)
+        self._pid = os.getpid()
         atexit.register(self._stop)
         if seed is not None:
             rng.seed_all(seed)
@@ -899,6 +900,8 @@ class Run:
         warnings.warn(text, stacklevel=3)
 
     def _stop(self) -> None:
+        if os.getpid() != self._pid:
+            return  # a forked child ends, and the rank goes on
         if self._saver is not None:
             failed = getattr(sys, "last_value", None) is not None
             self._saver.close(limit_s=0.0 if failed else _LAST_SAVE_LIMIT_S)

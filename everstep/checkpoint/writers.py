@@ -71,6 +71,9 @@ class Writer:
 
     def close(self) -> None:
         """Let go of it; the writer ends with the last rank of its node."""
+        with contextlib.suppress(OSError):  # it is gone already
+            # Not close() alone: workers of a DataLoader that were forked meanwhile hold the descriptor too.
+            self.channel.shutdown(socket.SHUT_RDWR)
         self.channel.close()
         if self.process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):

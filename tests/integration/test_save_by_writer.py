@@ -15,6 +15,7 @@ import torch
 from launches import has_ended, wait_until
 from torch import nn
 
+import everstep
 from everstep.checkpoint.manifest import CheckpointName, complete_checkpoints
 from everstep.checkpoint.reader import read_checkpoint
 from everstep.checkpoint.saver import Saver, SaveSettings
@@ -175,3 +176,37 @@ def test_end_of_the_script_waits_for_what_is_under_way(tmp_path: Path, saver: Sa
     timer.join()
     assert steps_on_disk(tmp_path) == [1, 2]
     assert has_ended(writer, limit_s=10)
+
+
+def test_writer_ends_though_a_forked_worker_still_holds_the_connection(
+    tmp_path: Path, saver: Saver, model: nn.Linear
+) -> None:
+    writer = writer_of(saver)
+    pid = os.fork()
+    if not pid:
+        time.sleep(60)
+        os._exit(0)
+    try:
+        began = time.monotonic()
+        saver.close()
+        assert has_ended(writer, limit_s=0)
+        assert time.monotonic() - began < 4
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def test_end_of_a_forked_child_does_not_take_the_ranks_writer_along(tmp_path: Path) -> None:
+    run = everstep.Run(total_steps=3, save_every=1, checkpoint_directory=tmp_path)
+    run.track(model=nn.Linear(1, 1), optimizer=None, scheduler=None, sampler=None)
+    run.resume()
+    steps = run.steps()
+    next(steps)
+    pid = os.fork()
+    if not pid:
+        run._stop()  # what `atexit` calls in a child that ends by sys.exit
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert list(steps) == [2, 3]
+    assert steps_on_disk(tmp_path) == [0, 1, 2, 3]
+    run._stop()
