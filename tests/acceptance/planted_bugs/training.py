@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
 import everstep
+from everstep.checkpoint.manifest import MANIFEST, CheckpointName
 from everstep.data import IndexBatch
 
 JOB = "planted"
@@ -34,6 +35,7 @@ SAMPLES, GLOBAL_BATCH = 201, 8
 FEATURES = 12
 LONGEST_S = 30.0
 """That a generation takes, on a machine that is busy with other work."""
+CHECKPOINT_LIMIT_S = 20.0
 EXTRA_STEPS = 2
 """That the resumed generation goes beyond the lost one's last."""
 
@@ -134,10 +136,21 @@ def train(case: Case, *, rank: int, generation: int, last: int | None, plant: Pl
         loss.backward()
         rate = script.scheduler.get_last_lr()[0]
         if generation == 1 and step == last:
+            _await_checkpoint(run)
             os.kill(os.getpid(), signal.SIGKILL)
         script.optimizer.step()
         script.scheduler.step()
         run.report(loss=loss, learning_rate=rate, span=batch.span)
+
+
+def _await_checkpoint(run: everstep.Run) -> None:
+    """What the next generation resumes from is written by another process, while training goes on."""
+    parent = CheckpointName(generation=1, step=PARENT_STEP).directory(run.checkpoint_directory)
+    deadline = time.monotonic() + CHECKPOINT_LIMIT_S
+    while not (parent / MANIFEST).exists():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{parent} was not complete within {CHECKPOINT_LIMIT_S} s.")
+        time.sleep(0.005)
 
 
 # --- Ranks as processes: forked, since torch is loaded here and runs on one thread ----------------------------------
