@@ -7,6 +7,7 @@ launch file, its journal, its watch, its ending, and a death signal on each rank
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import subprocess
@@ -80,6 +81,7 @@ class ForkedGeneration(Generation):
             return Forked(pid)
         code = 1
         try:
+            gc.freeze()  # what the parent left to be collected would close descriptors that are others' by then
             os.setsid()
             ctypes.CDLL(None).prctl(rank_entry.PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             worker_group.run_worker_group = _fork_ranks
