@@ -45,7 +45,7 @@ class FinalState:
 
     running: frozenset[Key]
     highest: dict[str, HighWater]
-    reports: dict[Key, SeenPhase]
+    reports: dict[Key, SeenPhase | None]
     """Of what the last order names."""
 
 
@@ -65,7 +65,8 @@ class Node:
         self.store.load()
         self.wanted: Order = ()
         self.known: dict[Key, Known] = {}
-        self.reports: dict[Key, tuple[str, SeenPhase]] = {}
+        self.reports: dict[tuple[Key, str], SeenPhase] = {}
+        """By generation and plan, as the server keeps them: what is said of a rival is not said of what it rivals."""
 
     def take(self, order: Order) -> None:
         self.wanted = order
@@ -98,13 +99,13 @@ class Node:
                 case Act.STOP:
                     self._become(key, plan, S.STOPPING)
                 case Act.REFUSE:
-                    self.reports[key] = (plan, S.REFUSED)
+                    self.reports[key, plan] = S.REFUSED
                 case Act.FAIL:
                     raise AssertionError("there is room for everything here")
 
     def _become(self, key: Key, plan: str, phase: SeenPhase) -> None:
         self.known[key] = Known(plan_id=plan, phase=phase, ranks=1)
-        self.reports[key] = (plan, phase)
+        self.reports[key, plan] = phase
 
     def work(self) -> bool:
         """What was begun is done: preparations are ready, what is killed is gone. Whether anything was."""
@@ -135,7 +136,7 @@ class Node:
         self.act()
 
     def has_proven(self, stop: Assignment) -> bool:
-        return self.reports.get((stop.job, stop.generation)) == (stop.plan_id, S.STOPPED)
+        return self.said(stop.job, stop.generation, stop.plan_id) is S.STOPPED
 
     def restart(self) -> None:
         """A new agent: what it only prepared is forgotten, what ran is found again."""
@@ -143,13 +144,17 @@ class Node:
         for key, plan in self.ran.items():
             self._become(key, plan, S.RUNNING if key in self.processes else S.STOPPED)
 
+    def said(self, job: str, number: int, plan: str) -> SeenPhase | None:
+        """The latest report of this plan by this agent."""
+        return self.reports.get(((job, number), plan))
+
     def final(self, last: Order) -> FinalState:
         self.take(last)  # the newest order is pushed on every connection
         self.settle()
         return FinalState(
             running=frozenset(self.processes),
             highest=self.store.jobs,
-            reports={(one.job, one.generation): self.reports[one.job, one.generation][1] for one in last},
+            reports={(one.job, one.generation): self.said(one.job, one.generation, one.plan_id) for one in last},
         )
 
 
@@ -253,6 +258,21 @@ def test_orders_of_a_restored_backup_end_where_a_server_that_never_lost_its_rows
     expected = in_sequence([*lived, *later])
     assert (final.running, final.highest) == (expected.running, expected.highest)
     assert final.reports == expected.reports
+
+
+def test_refusal_of_a_rival_leaves_the_proof_of_the_plan_that_had_its_number_first(tmp_path: Path) -> None:
+    """The server keeps reports by plan (`recovery/ingest.py`): what is refused of one says nothing of another."""
+    node = Node(tmp_path)
+    lived = history((1, 3))
+    for order in lived:
+        node.take(order)
+        node.settle()
+    node.restart()
+    rival = assignment(P.RUN, "k", 2, "rival-k")
+    node.take((*lived[-1], rival))
+    assert node.said("k", 2, "rival-k") is S.REFUSED
+    assert node.said("k", 2, "k2") is S.STOPPED
+    assert node.final(lived[-1]) == in_sequence(lived)
 
 
 @lives
