@@ -7,7 +7,7 @@ launch file, its journal, its watch, its ending, and a death signal on each rank
 from __future__ import annotations
 
 import ctypes
-import gc
+import logging
 import os
 import signal
 import subprocess
@@ -81,7 +81,6 @@ class ForkedGeneration(Generation):
             return Forked(pid)
         code = 1
         try:
-            gc.freeze()  # what the parent left to be collected would close descriptors that are others' by then
             os.setsid()
             ctypes.CDLL(None).prctl(rank_entry.PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             worker_group.run_worker_group = _fork_ranks
@@ -129,6 +128,8 @@ def _become_rank(launch: Launch, *, rank: int, local: int) -> None:
         }
         rank_entry.die_with_parent()
         rank_entry.release_what_was_inherited()
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as an interpreter that starts does
+        logging.getLogger().handlers.clear()  # they write to descriptors that are others' by now
         rank_entry.redirect_output(f"{launch.log_directory}/rank-{rank}.log")
         os.chdir(launch.working_directory)
         script.main(launch.argv[2:])
