@@ -13,7 +13,7 @@ SCRATCH := EVERSTEP_HOME=$(CURDIR)/.venv/scratch
 
 .PHONY: help install demo demo-check drills single-node shrink check check-format check-lint check-types check-imports \
 	check-unit test test-parts test-systems test-training test-pages proof planted-bugs \
-	corruptions exactness chaos simulate silence openapi lock clean
+	corruptions exactness axe chaos simulate silence openapi lock clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
@@ -101,6 +101,10 @@ corruptions: $(VENV) ## real checkpoints damaged in every way, and saves to fail
 exactness: $(VENV) ## 300 steps with 5 faults end bit for bit where an uninterrupted run ends. SEED=1, BUG=optimizer
 	@OMP_NUM_THREADS=1 PYTHONPATH=.:tests/acceptance $(BIN)/python -m exactness --seed $(SEED) \
 		$(if $(BUG),--bug $(BUG)) $(if $(ONLY),--only "$(ONLY)")
+
+axe: install ## every page in both colours and widths: nothing serious of axe's, no complaint of the browser. SEED=1
+	@.ci/apt
+	@SEED=$(SEED) PYTHONPATH=tests/browser $(BIN)/python -m axe
 
 proof: install ## every long proof in full, one table at the end (about half an hour). SEED=1
 	@.ci/apt

@@ -62,6 +62,7 @@ PROOFS = [
     planted("sampler", "the sampler was not restored"),
     planted("ghost", "a process of generation 1 outlived the stop"),
     Proof("drills of every kind", ["drills"], ["drills", "passed", "slowest_s"]),
+    Proof("every page, both colours, both widths", ["axe"], ["looks", "complaints"]),
     Proof("a job on a single node", ["single-node"], ["cut", "steps_lost", "gone", "fence", "overlap_margin_s"]),
     Proof(
         "a job that shrinks",

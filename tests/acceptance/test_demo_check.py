@@ -48,14 +48,11 @@ def test_a_frozen_node_is_fenced_by_its_lease_and_does_nothing_once_it_is_thawed
     assert 30 < result["fence_s"] < result["first_step_s"]
 
 
-@pytest.mark.parametrize(
-    ("bug", "words"),
-    [("optimizer", "the optimizer was not restored"), ("ghost", "a process of generation 1 outlived the stop")],
-)
-def test_fails_in_the_right_words_when_a_bug_is_planted(bug: str, words: str) -> None:
-    code, result, everything = demo_check(bug)
+def test_fails_in_the_right_words_when_a_bug_is_planted() -> None:
+    """One of the bugs that `make proof` plants; the others are planted in resumes by test_planted_bugs, too."""
+    code, result, everything = demo_check("ghost")
     assert code == 1, everything
-    assert words in result["error"], everything
+    assert "a process of generation 1 outlived the stop" in result["error"], everything
     assert "left behind" not in result["error"], everything
 
 

@@ -88,26 +88,32 @@ class Site:
 
 @pytest.fixture(scope="module")
 def site() -> Iterator[Site]:
-    with _serving(broker=True) as served:
+    with serving(broker=True) as served:
         yield served
 
 
 @pytest.fixture(scope="module")
 def site_without_redis() -> Iterator[Site]:
-    with _serving(broker=False) as served:
+    with serving(broker=False) as served:
         yield served
 
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Browser]:
     # Of the module, not of the session: while it is there, other tests of this process can run no event loop.
+    with browser() as launched:
+        yield launched
+
+
+@contextlib.contextmanager
+def browser() -> Iterator[Browser]:
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
+        launched = playwright.chromium.launch(
             executable_path=_chromium_program(),
             args=["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"],
         )
-        yield browser
-        browser.close()
+        yield launched
+        launched.close()
 
 
 @contextlib.contextmanager
@@ -160,7 +166,8 @@ def _chromium_program() -> str | None:
 
 
 @contextlib.contextmanager
-def _serving(*, broker: bool) -> Iterator[Site]:
+def serving(*, broker: bool) -> Iterator[Site]:
+    """A web process with the seeded fleet; without broker, nobody listens where the settings say that Redis is."""
     if not (ROOT / "dashboard" / "static" / "vendor" / "uplot" / "uPlot.js").exists():
         pytest.fail("The pages' npm files are missing: run `python manage.py vendor_static`.")
     # Unix socket paths are short: a folder of pytest's own may be too deep.

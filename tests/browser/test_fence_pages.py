@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 import pytest
 from live_site import Site, opened
+from looks import axe_complaints, breaker_page, complaints_of, drawn_looks, pages_with_breaker, visit, wrong_with
 from playwright.sync_api import Browser, expect
-from test_pages import axe_complaints, complaints_of, visit
-
-PAGES_WITH_BREAKER = ("overview", "nodes", "node", "job", "incidents", "incident that waits for a fence", "drills")
 
 
 def test_contact_is_a_mark_of_its_own_and_silence_ticks(chromium: Browser, site: Site) -> None:
@@ -237,24 +236,10 @@ def test_breaker_is_told_on_an_open_page_without_reload(chromium: Browser, site:
         assert page.evaluate("window.sameDocument")
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_pages_with_an_open_breaker_are_sound(chromium: Browser, site: Site, dark: bool) -> None:
-    found: dict[str, list[str]] = {}
-    with opened(chromium, site, dark=dark) as page:
-        complaints = complaints_of(page)
-        paths = {name: site.pages[name] for name in PAGES_WITH_BREAKER} | {"breaker": _breaker_page(site)}
-        for name, path in paths.items():
-            visit(page, path)
-            found[name] = axe_complaints(page)
-            assert complaints == [], name
-    assert {name: problems for name, problems in found.items() if problems} == {}
-
-
-def test_narrow_pages_with_an_open_breaker_do_not_scroll_sideways(chromium: Browser, site: Site) -> None:
-    with opened(chromium, site, width=390) as page:
-        for path in ("/", "/nodes/gpu-19", _breaker_page(site)):
-            visit(page, path)
-            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), path
+def test_pages_with_an_open_breaker_are_sound(chromium: Browser, site: Site) -> None:
+    looks = drawn_looks(pages_with_breaker(site), seed=int(os.environ.get("SEED") or 1))
+    with opened(chromium, site) as page:
+        assert wrong_with(page, looks) == {}
 
 
 def test_control_plane_incident_shows_the_fleet_and_is_rearmed_by_hand(chromium: Browser, site: Site) -> None:
@@ -263,7 +248,7 @@ def test_control_plane_incident_shows_the_fleet_and_is_rearmed_by_hand(chromium:
         row = page.locator("#incidents-table tbody tr", has_text="Control plane")
         expect(row).to_contain_text("Breaker open")
         row.get_by_role("link").first.click()
-        page.wait_for_url(f"**{_breaker_page(site)}")
+        page.wait_for_url(f"**{breaker_page(site)}")
         head = page.locator("#breaker-head")
         expect(head).to_contain_text("No job is stopped for it.")
         expect(head).to_contain_text("8 of these nodes are not in contact")
@@ -284,7 +269,3 @@ def test_control_plane_incident_shows_the_fleet_and_is_rearmed_by_hand(chromium:
         expect(page.get_by_role("button", name="Re-arm")).to_have_count(0)
         visit(page, "/")
         expect(page.locator("#breaker")).to_be_hidden()
-
-
-def _breaker_page(site: Site) -> str:
-    return f"/incidents/{site.ids['opened_breaker']}"

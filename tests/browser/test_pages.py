@@ -2,48 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 from live_site import PASSWORD, USER, Site, log_in, opened
+from looks import Look, all_pages, drawn_looks, visit, wait_until_live, wrong_with
 from playwright.sync_api import Browser, Page, expect
 
-AXE = Path(__file__).resolve().parents[2] / "node_modules" / "axe-core" / "axe.min.js"
 EVERY_PAGE_LIMIT_S = 600
 """For a test that looks at all pages, on a machine that may be busy with other things."""
 TIMELINE_ROWS = "#timeline [data-seq]"
-
-
-def visit(page: Page, path: str) -> None:
-    page.goto(path)
-    wait_until_live(page)
-
-
-def complaints_of(page: Page) -> list[str]:
-    """A list that the browser's complaints go into: errors and warnings, refused or failed fetches."""
-    complaints: list[str] = []
-
-    def on_console(message: Any) -> None:
-        if message.type in ("error", "warning"):
-            complaints.append(message.text)
-
-    def on_failed_request(request: Any) -> None:
-        # A fetch that ends because the page is left is no failure.
-        if "ERR_ABORTED" not in str(request.failure):
-            complaints.append(f"{request.url}: {request.failure}")
-
-    page.on("console", on_console)
-    page.on("pageerror", lambda error: complaints.append(str(error)))
-    page.on("requestfailed", on_failed_request)
-    return complaints
-
-
-def wait_until_live(page: Page, *states: str) -> None:
-    wanted = re.compile("|".join(states or ("live", "polling")))
-    expect(page.locator(".live-bar")).to_have_attribute("data-live", wanted)
 
 
 def shown_seqs(page: Page) -> list[int]:
@@ -51,51 +21,12 @@ def shown_seqs(page: Page) -> list[int]:
 
 
 @pytest.mark.timeout(EVERY_PAGE_LIMIT_S)
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_every_page_renders_without_a_complaint_of_the_browser(chromium: Browser, site: Site, dark: bool) -> None:
-    with opened(chromium, site, dark=dark) as page:
-        complaints = complaints_of(page)
-        for name, path in site.pages.items():
-            visit(page, path)
-            page.wait_for_timeout(300)  # A complaint of a late script or of the first live fetch.
-            assert complaints == [], name
-            assert page.locator("h1").count() == 1, name
-
-
-@pytest.mark.timeout(EVERY_PAGE_LIMIT_S)
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_axe_finds_nothing_serious_on_any_page(chromium: Browser, site: Site, dark: bool) -> None:
-    assert AXE.exists(), "axe-core is missing: run `python manage.py vendor_static`, which installs it with npm."
-    found: dict[str, list[str]] = {}
-    with opened(chromium, site, dark=dark) as page:
-        for name, path in (site.pages | {"error": "/no-such-page"}).items():
-            page.goto(path)
-            if name != "error":
-                wait_until_live(page)
-            found[name] = axe_complaints(page)
-    with opened(chromium, site, dark=dark, signed_in=False) as page:
-        page.goto("/login")
-        found["login"] = axe_complaints(page)
-    assert {name: problems for name, problems in found.items() if problems} == {}
-
-
-def axe_complaints(page: Page) -> list[str]:
-    # Evaluated through the debugger: a script tag would be stopped by the content policy.
-    page.evaluate(AXE.read_text() + "; undefined")
-    result = page.evaluate("axe.run(document, {resultTypes: ['violations']})")
-    return [
-        f"{violation['id']}: {[node['html'][:160] for node in violation['nodes'][:3]]}"
-        for violation in result["violations"]
-        if violation["impact"] in ("serious", "critical")
-    ]
-
-
-def test_narrow_pages_do_not_scroll_sideways(chromium: Browser, site: Site) -> None:
-    with opened(chromium, site, width=390) as page:
-        for name, path in site.pages.items():
-            page.goto(path)
-            wait_until_live(page)
-            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), name
+def test_every_page_is_sound(chromium: Browser, site: Site) -> None:
+    looks = drawn_looks(all_pages(site), seed=int(os.environ.get("SEED") or 1))
+    with opened(chromium, site) as page:
+        assert wrong_with(page, looks) == {}
+    with opened(chromium, site, signed_in=False) as page:
+        assert wrong_with(page, [Look("login", "/login", dark=True)]) == {}
 
 
 def test_pages_and_parts_need_a_login(chromium: Browser, site: Site) -> None:
