@@ -12,7 +12,7 @@ CASES ?= 200
 SCRATCH := EVERSTEP_HOME=$(CURDIR)/.venv/scratch
 
 .PHONY: help install demo demo-check drills single-node shrink check check-format check-lint check-types check-imports \
-	check-unit test test-parts test-systems test-training test-pages proof planted-bugs \
+	check-unit test test-systems test-training test-agents test-rows test-pages proof planted-bugs \
 	corruptions exactness axe chaos simulate silence openapi lock clean
 .DEFAULT_GOAL := help
 
@@ -48,7 +48,8 @@ chaos: install ## drills while web, worker, beat, Redis, PostgreSQL die, alone a
 	@.ci/apt
 	@PYTHONPATH=tests/acceptance SEED=$(SEED) $(BIN)/python -m chaos
 
-check: $(VENV) check-format check-lint check-types check-imports check-unit ## format, lint, types, imports, unit tests
+check: $(VENV) ## format, lint, types, imports, unit tests
+	@$(MAKE) --no-print-directory -j2 check-unit check-format check-lint check-types check-imports
 
 check-format: $(VENV)
 	@$(BIN)/ruff format --check --quiet . || { echo 'Run: .venv/bin/ruff format .' >&2; exit 1; }
@@ -65,28 +66,32 @@ check-imports: $(VENV)
 check-unit: $(VENV)
 	@$(BIN)/pytest -q tests/unit
 
-# A prerequisite, so that `make check test` runs the unit tests once.
-test: install $(if $(ARGS),,check-unit) ## all tests; those of rows and broker also on PostgreSQL and Redis. Installs from apt what is missing
+# `make check test` runs the unit tests once, within check.
+test: install $(if $(ARGS)$(filter check,$(MAKECMDGOALS)),,check-unit) ## all tests; those of rows and broker also on PostgreSQL and Redis. Installs from apt what is missing
 	@.ci/apt
 ifdef ARGS
 	@$(BIN)/pytest $(ARGS)
 	@EVERSTEP_TEST_SERVERS=production $(BIN)/pytest $(ARGS) || [ $$? = 5 ] # 5: ARGS chose none of those
 else
-	@$(MAKE) --no-print-directory -j4 test-parts test-systems test-training test-pages
+	@$(MAKE) --no-print-directory -j5 test-systems test-training test-pages test-agents test-rows
 endif
 
-TRAINING_TESTS := $(wildcard $(addprefix tests/integration/test_,resume_*.py runner_*.py save_*.py run_*.py replayable_*.py samples_*.py))
-# Lanes side by side, since most of these tests wait: for leases to run out, for processes to start and to die.
-test-parts: install
-	@$(BIN)/pytest -q tests/integration $(addprefix --ignore=,$(TRAINING_TESTS))
-
+named = $(wildcard $(addprefix tests/integration/test_,$(1)))
+AGENTS_TESTS := $(call named,agent_*.py node_drills.py server_life.py supervise*.py)
+TRAINING_TESTS := $(call named,replayable_*.py resume_*.py run_*.py runner_*.py samples_*.py save_*.py)
+EXACTNESS_TESTS := tests/acceptance/test_exactness.py
+# Lanes side by side, since many of these tests wait: for leases to run out, for processes to start and to die.
 test-systems: install
-	@$(BIN)/pytest -q tests/acceptance --ignore=tests/acceptance/test_exactness.py
+	@$(BIN)/pytest -q tests/acceptance --ignore=$(EXACTNESS_TESTS)
 
-# It forks ranks from a process that has loaded torch, which must have done nothing else with it.
 test-training: install
-	@$(BIN)/pytest -q tests/acceptance/test_exactness.py
-	@$(BIN)/pytest -q $(TRAINING_TESTS)
+	@$(BIN)/pytest -q $(EXACTNESS_TESTS) $(TRAINING_TESTS)
+
+test-agents: install
+	@$(BIN)/pytest -q $(AGENTS_TESTS)
+
+test-rows: install
+	@$(BIN)/pytest -q tests/integration $(addprefix --ignore=,$(AGENTS_TESTS) $(TRAINING_TESTS))
 
 test-pages: install
 	@$(BIN)/pytest -q tests/browser tests/simulation

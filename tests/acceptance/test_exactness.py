@@ -13,7 +13,8 @@ from exactness.faults import ON_DISK, Kind, draw_faults
 from exactness.jobs import TIERS, Job, Scale
 from exactness.moments import SaveWatch
 from exactness.script import FORGETS
-from exactness.starting import warm_up
+
+from tests.integration.forked_generation import warm_up
 
 JOB = Job(ranks=2, wrapping="ddp", nodes=2, workers=2)
 DISK = TIERS[0]

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 from guide_blocks import ROOT, blocks
-from launches import lines_of, wait_until
+from launches import free_port, lines_of, wait_until
 
 from everstep.checkpoint.manifest import CheckpointName, complete_checkpoints
+from tests.integration.forked_generation import fork_script, warm_up
 
 PLAIN, RECOVERABLE = ROOT / "examples" / "plain_loop.py", ROOT / "examples" / "recoverable_loop.py"
 STEPS = 40
@@ -56,6 +57,25 @@ def started(directory: Path, log: str) -> subprocess.Popen[bytes]:
     )
 
 
+def run_whole(directory: Path, log: str) -> None:
+    """In two ranks that are forked from here, with nothing that disturbs them."""
+    warm_up()
+    shared = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": "2",
+        "STEPS": str(STEPS),
+        "EVERSTEP_LOG_DIR": str(directory / log),
+    }
+    command = [sys.executable, str(RECOVERABLE)]
+    ranks = [fork_script(command, {**shared, "RANK": str(rank)}, directory=directory) for rank in range(2)]
+    try:
+        assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
 def steps_of(directory: Path, log: str, rank: int) -> dict[int, tuple[Any, ...]]:
     lines = [line for line in lines_of(directory / log / f"rank-{rank}.jsonl") if line["kind"] == "step"]
     return {
@@ -78,7 +98,7 @@ def state_hashes(directory: Path, generation: int) -> dict[str, str]:
 def test_killed_and_started_again_it_ends_bit_for_bit_where_it_would_have(tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
     (tmp_path / "cut").mkdir()
-    assert started(tmp_path / "whole", "log").wait(timeout=240) == 0
+    run_whole(tmp_path / "whole", "log")
 
     first = started(tmp_path / "cut", "first")
     wait_until(lambda: max(steps_of(tmp_path / "cut", "first", 1), default=0) > 27, limit_s=240)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 from launches import Generation, free_port, has_ended, lines_of, wait_until
 
 from everstep.checkpoint.manifest import complete_checkpoints
+from tests.integration.forked_generation import fork_script, warm_up
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_tiny_gpt.py"
 STEPS, SAVE_EVERY = 52, 20
@@ -34,19 +34,18 @@ def last_step(generation: Generation, rank: int) -> int:
 
 
 def run_undisturbed(root: Path) -> list[list[dict[str, Any]]]:
-    """The same script with two ranks and no runner; returns each rank's log."""
+    """The same script in two forked ranks and without a runner; returns each rank's log."""
     root.mkdir()
     shared = {
-        **os.environ,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": "2",
-        "OMP_NUM_THREADS": "1",
         "EVERSTEP_LOG_DIR": str(root),
         "EVERSTEP_CHECKPOINT_DIR": str(root / "checkpoints"),
     }
+    warm_up()
     ranks = [
-        subprocess.Popen([*COMMAND, "--step-time", "0"], env={**shared, "RANK": str(rank), "LOCAL_RANK": "0"}, cwd=root)
+        fork_script([*COMMAND, "--step-time", "0"], {**shared, "RANK": str(rank), "LOCAL_RANK": "0"}, directory=root)
         for rank in range(2)
     ]
     try:

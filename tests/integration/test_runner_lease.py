@@ -13,6 +13,7 @@ import pytest
 from launches import Generation, has_ended, wait_until
 
 from everstep.checkpoint.manifest import complete_checkpoints
+from tests.integration.forked_generation import ForkedGeneration, warm_up
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_tiny_gpt.py"
 LIMIT_S = 2.0
@@ -34,7 +35,8 @@ def pid_of(generation: Generation, rank: int) -> int:
 
 
 def test_ranks_that_step_need_no_contact_and_are_killed_when_one_of_them_stops(tmp_path: Path) -> None:
-    with Generation(tmp_path, training(step_time_s=0.02), terms=TERMS) as generation:
+    warm_up()
+    with ForkedGeneration(tmp_path, training(step_time_s=0.02), terms=TERMS) as generation:
         wait_until(lambda: len(steps(generation, 0)) >= 5 and len(steps(generation, 1)) >= 5)
         time.sleep(3.2 * LIMIT_S)
         assert [runner.poll() for runner in generation.runners] == [None, None], "contact was never renewed"
@@ -62,7 +64,9 @@ def test_ranks_that_step_need_no_contact_and_are_killed_when_one_of_them_stops(t
 )
 def test_thawed_rank_neither_reports_the_step_in_hand_nor_saves(tmp_path: Path, leased: bool, thawed: str) -> None:
     """Without a lease it does, though its peer is gone: so the fault that the lease prevents is real."""
-    with Generation(tmp_path, training(step_time_s=0.5), terms=TERMS if leased else None) as generation:
+    warm_up()
+    kind = ForkedGeneration if thawed == "rank alone" else Generation
+    with kind(tmp_path, training(step_time_s=0.5), terms=TERMS if leased else None) as generation:
         wait_until(lambda: len(steps(generation, 1)) >= 4)
         rank_0, rank_1 = pid_of(generation, 0), pid_of(generation, 1)
         runner = generation.runners[1].pid

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import pytest
 from launches import free_port, lines_of, wait_until
 
 from everstep.checkpoint.manifest import complete_checkpoints
+from tests.integration.forked_generation import fork_script, warm_up
 
 SCRIPT = """
 import time, torch, torch.distributed as dist, everstep
@@ -48,13 +48,13 @@ class Pair:
         self.root = root
         self.run_directories = [root / f"node-{rank}" for rank in range(2)]
         port = str(free_port())
+        warm_up()
         self.processes = []
         for rank, directory in enumerate(self.run_directories):
             directory.mkdir()
             if rank == 1 and stale_request:
                 self.ask(1, stale_request)
             given = {
-                **os.environ,
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": port,
                 "WORLD_SIZE": "2",
@@ -66,7 +66,7 @@ class Pair:
                 "EVERSTEP_CHECKPOINT_DIR": str(root / "checkpoints"),
                 **environment,
             }
-            self.processes.append(subprocess.Popen([sys.executable, "train.py"], env=given, cwd=root))
+            self.processes.append(fork_script([sys.executable, "train.py"], given, directory=root))
 
     def ask(self, rank: int, number: int) -> None:
         """As its agent does: a whole file, put in place."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from exactness.case import Result, run_case, run_uninterrupted
 from exactness.jobs import JOBS, Scale, tiers_of
 from exactness.script import FORGETS
-from exactness.starting import warm_up
+from tests.integration.forked_generation import warm_up
 
 _SHOWN = 6
 """Differences of a case that are printed."""

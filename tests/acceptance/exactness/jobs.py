@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from exactness import script
 from exactness.comparison import Record, read_record
 from exactness.faults import IN_MEMORY, ON_DISK, Kind
 from exactness.live import Live
-from exactness.starting import ForkedGeneration, RunnerGeneration
+from tests.integration.forked_generation import ForkedGeneration
 from tests.integration.launches import Generation
 
 PROJECT = Path(__file__).resolve().parents[3]
@@ -25,9 +26,15 @@ STEP_TIME_S = 0.02
 """Fast enough for three hundred, and slow enough for SIGTERM, which ranks talk about once a second."""
 
 
+class RunnerGeneration(Generation):
+    """By the real runner and torch elastic, whose words on each killed rank are no news here."""
+
+    runner_stderr = subprocess.DEVNULL
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What trains. `by_runner`: started by everstep's own runner and torch elastic, else forked (see `starting`)."""
+    """What trains. `by_runner`: started by everstep's own runner and torch elastic, else a `ForkedGeneration`."""
 
     ranks: int
     wrapping: str

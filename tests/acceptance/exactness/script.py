@@ -2,7 +2,7 @@
 
 Dropout, batch averages that differ between ranks, AdamW, a schedule that computes each rate from the one before, a
 scaler that grows, averaged weights, accumulated gradients, draws from all three generators, and random augmentation in
-the loader. Runs as a script under the runner, and as a function in a forked rank.
+the loader. Runs under the runner and in forked ranks.
 """
 
 from __future__ import annotations

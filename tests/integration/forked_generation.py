@@ -1,7 +1,7 @@
-"""Generations of the job: by the real runner, or by runners and ranks that are forked from this process.
+"""A generation whose runners and ranks are forked from this process, which must run torch on one thread.
 
-A forked one costs a tenth of a second instead of ten, since torch is loaded already; all else is the runner's own: its
-launch file, its journal, its watch, its ending, and a death signal on each rank. Torch elastic and exec are left out.
+It costs a tenth of a second instead of ten, since torch is loaded already. The launch file, the journal, the watch, the
+lease, the ending and a death signal on each rank are the runner's own; torch elastic and exec are left out.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -23,15 +25,13 @@ import everstep
 from everstep.elastic import rank_entry, runner, worker_group
 from everstep.elastic.launch import Launch
 from everstep.elastic.worker_group import OnStart, Outcome
-from exactness import script
 from tests.integration.launches import Generation
 
 
 def warm_up() -> None:
     """Load once, before any fork, what each rank would load: torch imports much of itself at first use."""
     torch.set_num_threads(1)
-    network = script.new_network()
-    torch.optim.AdamW(network.parameters())
+    torch.optim.AdamW(torch.nn.Linear(1, 1).parameters())
     everstep.Run  # noqa: B018 - imported when it is first named
     everstep.replayable_loader  # noqa: B018
 
@@ -66,14 +66,8 @@ class Forked(subprocess.Popen[bytes]):
             os.kill(self.pid, sig)
 
 
-class RunnerGeneration(Generation):
-    """By the real runner and torch elastic, whose words on each killed rank are no news here."""
-
-    runner_stderr = subprocess.DEVNULL
-
-
 class ForkedGeneration(Generation):
-    """The same, with torch loaded beforehand. Call `warm_up` first."""
+    """One whose command is a Python program and a script's path. Call `warm_up` first."""
 
     def start_runner(self, directory: Path) -> subprocess.Popen[bytes]:
         pid = os.fork()
@@ -112,27 +106,48 @@ def _fork_ranks(launch: Launch, directory: Path, *, on_start: OnStart) -> Outcom
 
 
 def _become_rank(launch: Launch, *, rank: int, local: int) -> None:
-    """What torch elastic and `rank_entry` do, and then the script's main function. Does not return."""
+    """What torch elastic and `rank_entry` do, and then the script. Does not return."""
+    os.setsid()
+    environment = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local),
+        "WORLD_SIZE": str(launch.world_size),
+        "GROUP_WORLD_SIZE": str(launch.node_count),
+        "MASTER_ADDR": launch.master_address,
+        "MASTER_PORT": str(launch.master_port),
+    }
+    output = f"{launch.log_directory}/rank-{rank}.log"
+    _become_script(launch.argv, environment, directory=launch.working_directory, output=output)
+
+
+def fork_script(
+    argv: Sequence[str], environment: Mapping[str, str], *, directory: Path, output: str = os.devnull
+) -> Forked:
+    """A script in a forked process, without a runner; `argv` is a Python program, the script and its arguments."""
+    parent = os.getpid()
+    pid = os.fork()
+    if not pid:
+        for name in [name for name in os.environ if name.startswith("EVERSTEP_")]:
+            del os.environ[name]
+        environment = {**environment, "EVERSTEP_RUNNER_PID": str(parent)}
+        _become_script(argv, environment, directory=str(directory), output=output)
+    return Forked(pid)
+
+
+def _become_script(argv: Sequence[str], environment: Mapping[str, str], *, directory: str, output: str) -> None:
     code = 1
     try:
-        os.setsid()
         signal.set_wakeup_fd(-1)
         tempfile.tempdir = None  # what TMPDIR says now
-        os.environ |= {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(local),
-            "WORLD_SIZE": str(launch.world_size),
-            "GROUP_WORLD_SIZE": str(launch.node_count),
-            "MASTER_ADDR": launch.master_address,
-            "MASTER_PORT": str(launch.master_port),
-        }
+        os.environ |= environment
         rank_entry.die_with_parent()
         rank_entry.release_what_was_inherited()
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as an interpreter that starts does
         logging.getLogger().handlers.clear()  # they write to descriptors that are others' by now
-        rank_entry.redirect_output(f"{launch.log_directory}/rank-{rank}.log")
-        os.chdir(launch.working_directory)
-        script.main(launch.argv[2:])
+        rank_entry.redirect_output(output)
+        os.chdir(directory)
+        sys.argv = list(argv[1:])
+        runpy.run_path(sys.argv[0], run_name="__main__")
         code = 0
     except SystemExit as err:
         code = err.code if isinstance(err.code, int) else 1
