@@ -111,7 +111,7 @@ axe: install ## every page in both colours and widths: nothing serious of axe's,
 	@.ci/apt
 	@SEED=$(SEED) PYTHONPATH=tests/browser $(BIN)/python -m axe
 
-proof: install ## every long proof in full, one table at the end (about half an hour). SEED=1
+proof: install ## every long proof in full, one table at the end (an hour and more). SEED=1
 	@.ci/apt
 	@$(BIN)/python tests/proof.py --seed $(SEED)
 
