@@ -32,9 +32,9 @@ class Environment:
 
     @property
     def allowed_hosts(self) -> list[str]:
-        """EVERSTEP_ALLOWED_HOSTS: comma-separated; loopback by default."""
-        hosts = self._variables.get("EVERSTEP_ALLOWED_HOSTS", "127.0.0.1,localhost,[::1]")
-        return [host.strip() for host in hosts.split(",") if host.strip()]
+        """EVERSTEP_ALLOWED_HOSTS: comma-separated, beside loopback, at which `everstep up` and the demo ask."""
+        named = self._variables.get("EVERSTEP_ALLOWED_HOSTS", "").split(",")
+        return ["127.0.0.1", "localhost", "[::1]", *(host.strip() for host in named if host.strip())]
 
     @property
     def database_url(self) -> str:

@@ -26,6 +26,7 @@ from recovery.domain.planning import parent_now
 from recovery.domain.rollout import endpoint_port, fingerprint_difference
 from recovery.domain.situation import Situation
 from recovery.domain.timeline import join_names
+from recovery.domain.witnesses import setting_up_until
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,6 +184,9 @@ def _follow(situation: Situation, now: float) -> JobOutcome:
         unseen = unseen_nodes(generation.plan, situation.fleet)
         if unseen:  # a launch that cannot be seen has not failed
             why = f"No contact with {join_names(unseen)}: whether its ranks train is not known."
+            return JobOutcome(instructions=(MarkJob(job=job.id, state=JobState.LAUNCHING, reason=why),))
+        if now <= setting_up_until(generation, since=job.state_since):
+            why = "Its ranks are setting up: they have until the job's own limits for setup and compilation."
             return JobOutcome(instructions=(MarkJob(job=job.id, state=JobState.LAUNCHING, reason=why),))
         return _launch_failed(situation, "its ranks did not train in time")
     return JobOutcome()

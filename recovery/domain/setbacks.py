@@ -23,6 +23,7 @@ from recovery.domain.planning import parent_now
 from recovery.domain.situation import Situation
 from recovery.domain.timeline import Entry, EntryKind, join_names
 from recovery.domain.trust import came_again
+from recovery.domain.witnesses import setting_up_until
 
 S = IncidentState
 
@@ -164,7 +165,10 @@ def _still_no_fence(incident: Incident, situation: Situation, now: float) -> Out
 
 
 def _launch_overdue(incident: Incident, situation: Situation, generation: GenerationView, now: float) -> Outcome:
-    """A launch that cannot be seen has not failed: it gets more time once, and then a human looks."""
+    """A launch that cannot be seen has not failed: it gets more time once, and then a human looks.
+
+    One that can be seen has as long as the job's own limits allow its ranks until their first step.
+    """
     lost = hold_up_launch(generation, situation)
     if lost:
         avoided = replace(incident, avoided_nodes=(*incident.avoided_nodes, *lost))
@@ -172,6 +176,11 @@ def _launch_overdue(incident: Incident, situation: Situation, generation: Genera
         return replan(avoided, situation, now, why=why, costs_rung=False)
     unseen = unseen_nodes(generation.plan, situation.fleet)
     if not unseen:
+        limit = setting_up_until(generation, since=incident.state_since)
+        if now <= limit:
+            why = f"Its ranks are setting up: the limits of the job give them {limit - now:.0f} s more."
+            decision = Entry(kind=EntryKind.DECISION, at=now, text=why)
+            return Outcome(incident=replace(incident, deadline_at=limit + 1.0), entries=(decision,))
         return relaunch(incident, situation, generation, now, why="its ranks did not train in time")
     why = f"There is no contact with {join_names(unseen)}: whether generation {generation.number} trains is not known."
     first_deadline = situation.policy.deadline(S.LAUNCHING, now=incident.state_since)

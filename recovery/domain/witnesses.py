@@ -120,6 +120,19 @@ def stall_limit_s(rank: RankView, *, limits: LeaseLimits | None) -> float:
     return limits.setup_s
 
 
+def setting_up_until(generation: GenerationView, *, since: float) -> float:
+    """Until when its ranks may be short of their first step: the job's own limits say so, not how long others take.
+
+    since: when the launch began; a rank that has not spoken is in its setup since then. `since` where a rank is gone
+    or was never started: its agent should have said so long ago.
+    """
+    living = [rank for rank in generation.ranks if not rank.exited]
+    if len(living) < generation.plan.world_size:
+        return since
+    spoke_at = [rank.progress_seen_at or rank.progress_at or since for rank in living]
+    return max(at + stall_limit_s(rank, limits=generation.lease) for at, rank in zip(spoke_at, living, strict=True))
+
+
 def is_confirmed(found: Iterable[Witness]) -> bool:
     """Two witnesses of different kinds."""
     return len({witness.kind for witness in found}) >= 2

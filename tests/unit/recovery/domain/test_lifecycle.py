@@ -25,6 +25,7 @@ from domain_scenes import (
     prepared,
     preparing,
     proven,
+    rank,
     share,
     situation,
     stopping,
@@ -32,7 +33,7 @@ from domain_scenes import (
 )
 
 from recovery.domain.fleet import NodeHealth
-from recovery.domain.generations import AssignmentPhase, GenerationView, ProofKind, SeenPhase
+from recovery.domain.generations import AssignmentPhase, GenerationView, Phase, ProofKind, SeenPhase
 from recovery.domain.instructions import (
     JOB_ENDS,
     JobState,
@@ -46,6 +47,7 @@ from recovery.domain.instructions import (
     StopGeneration,
 )
 from recovery.domain.lifecycle import JobOutcome, step_job
+from recovery.domain.plan import LeaseLimits
 from recovery.domain.situation import Situation
 
 J = JobState
@@ -209,6 +211,19 @@ def test_launching_job_waits_for_the_last_rank() -> None:
 def test_launching_job_that_never_trains_is_tried_again() -> None:
     outcome = step_job(life(J.LAUNCHING, generation(1, ranks=()), state_since=NOW - 181), NOW)
     assert (marks(outcome), outcome.failed_launch) == ([J.PENDING], True)
+
+
+def test_launching_job_has_as_long_as_its_own_limits_allow_its_ranks() -> None:
+    """A model that loads for minutes, or compiles for half an hour, is no failed launch."""
+    silent = tuple(rank(number, of=plan()) for number in range(2))
+    compiling = (silent[0], replace(silent[1], phase=Phase.COMPILE, progress_seen_at=NOW - 1000))
+    limits = LeaseLimits(setup_s=600, compile_s=1800)
+    for ranks, since in ((silent, NOW - 599), (compiling, NOW - 1400)):
+        view = generation(1, ranks=ranks, lease=limits)
+        waits = step_job(life(J.LAUNCHING, view, state_since=since), NOW)
+        assert (marks(waits), waits.failed_launch) == ([J.LAUNCHING], False)
+        late = step_job(life(J.LAUNCHING, view, state_since=since), NOW + 801)
+        assert (marks(late), late.failed_launch) == ([J.PENDING], True)
 
 
 def test_a_runner_that_cannot_start_is_a_failed_launch() -> None:

@@ -24,6 +24,7 @@ from domain_scenes import (
     prepared,
     preparing,
     proof,
+    rank,
     settle,
     share,
     situation,
@@ -50,7 +51,7 @@ from recovery.domain.instructions import (
 )
 from recovery.domain.machine import step
 from recovery.domain.moves import Outcome, escalate_poisoned
-from recovery.domain.plan import CheckpointRef
+from recovery.domain.plan import CheckpointRef, LeaseLimits
 from recovery.domain.silence import Contact
 from recovery.domain.situation import Command, Situation
 
@@ -414,6 +415,17 @@ def test_launching_goes_on_once_every_rank_has_made_a_step() -> None:
     outcome = step(planned(S.LAUNCHING), situation(OLD, trains()), NOW)
     assert outcome.incident.state is S.VERIFYING
     assert outcome.incident.first_step_at == NOW - 40
+
+
+def test_relaunch_has_as_long_as_the_jobs_own_limits_allow_its_ranks() -> None:
+    ranks = tuple(rank(number, of=PLAN) for number in range(2))
+    view = running(ranks=ranks, lease=LeaseLimits(setup_s=600))
+    start = planned(S.LAUNCHING, state_since=NOW - 181, deadline_at=NOW - 1)
+    waits_on = step(start, situation(OLD, view), NOW).incident
+    assert (waits_on.state, waits_on.deadline_at) == (S.LAUNCHING, NOW - 181 + 600 + 1)
+    late = step(waits_on, situation(OLD, view), NOW + 425)
+    assert late.incident.state is S.STOPPING
+    assert "did not train in time" in " ".join(entry.text for entry in late.entries)
 
 
 def test_launching_again_after_a_death_costs_an_attempt_and_avoids_the_node() -> None:
