@@ -18,15 +18,17 @@ from everstep.rank_log import RankLog
 class PublishingLease:
     """The lease as a node's writer sees it: it only looks, just before a manifest is put in place."""
 
-    def __init__(self, paths: LeasePaths, *, held_ns: int) -> None:
-        """held_ns: when the rank that asks for the checkpoint last found it held. Raises `LeaseUnusable`."""
+    def __init__(self, paths: LeasePaths) -> None:
+        """Opens its files for as long as the process lives. Raises `LeaseUnusable`."""
         self._files = LeaseFiles(paths)
-        self._held_ns = held_ns
 
-    def check(self) -> None:
-        """Ends the process at once, with exit code 76, if the lease has run out."""
+    def check(self, *, held_ns: int) -> None:
+        """Ends the process at once, with exit code 76, if the lease has run out.
+
+        held_ns: when the rank that asks for the checkpoint last found it held.
+        """
         ranks = self._files.ranks()
-        mine = Held(sign_ns=self._held_ns, limit_ns=longest_limit_ns(ranks, self._files.terms))
+        mine = Held(sign_ns=held_ns, limit_ns=longest_limit_ns(ranks, self._files.terms))
         verdict = _judge(self._files, mine)
         if isinstance(verdict, Expired):
             os.write(2, f"{verdict}. This checkpoint is not published.\n".encode())

@@ -249,7 +249,7 @@ def _store(batch: _Batch, fact: FromAgent) -> None:
         case CheckpointRehashed():
             checkpoints.note_rehashed(generation, fact, at=batch.server_time(fact.at))
         case SnapshotKept():
-            if _fenced_elsewhere_at(batch, generation) is None:
+            if _fenced_elsewhere_at(batch, generation) is None and not _rebooted_since(batch, generation):
                 snapshots.note_kept(generation, batch.node, fact, at=batch.server_time(fact.at))
         case SaveInTrouble():
             checkpoints.note_trouble(generation, fact, at=batch.server_time(fact.at))
@@ -475,6 +475,12 @@ def _fenced_elsewhere_at(batch: _Batch, generation: GenerationRow) -> float | No
     if share is None or share.proof is None or ProofKind(share.proof["kind"]) in AGENT_PROOFS:
         return None
     return float(share.proof["at"])
+
+
+def _rebooted_since(batch: _Batch, generation: GenerationRow) -> bool:
+    """Whether the node runs another boot than the generation did there: its memory is empty, whatever is told late."""
+    share = ShareRow.objects.filter(generation=generation, node=batch.node).exclude(boot_id="").first()
+    return share is not None and bool(batch.node.boot_id) and share.boot_id != batch.node.boot_id
 
 
 def _tell_after_fence(batch: _Batch, generation: GenerationRow, what: str) -> None:

@@ -48,7 +48,7 @@ class Layout:
 
         Raises `SaveFailed` where a tensor is not what this layout was made for.
         """
-        targets, sources, on_device = [], [], False
+        targets, sources = [], []
         with torch.no_grad():
             for chunk in self.chunks:
                 block = tensors[chunk.key]
@@ -58,11 +58,10 @@ class Layout:
                     raise SaveFailed(f"{chunk.key} has shape {tuple(block.shape)} here, {chunk.sizes} was planned")
                 targets.append(view(chunk.at, dtype=block.dtype, sizes=chunk.sizes))
                 sources.append(block)
-                on_device = on_device or block.is_cuda
             if targets:  # a rank may have nothing to write: there are fewer tensors than ranks
                 torch._foreach_copy_(targets, sources, non_blocking=True)  # one call: Python costs more than copies
-        if on_device:
-            torch.cuda.synchronize()
+        for device in {block.device for block in sources} - {torch.device("cpu")}:
+            torch.accelerator.synchronize(device)  # a model may be spread over several
 
 
 Signature = tuple[tuple[str, torch.dtype, torch.Size, object], ...]
@@ -77,12 +76,19 @@ def signature(tensors: Mapping[str, torch.Tensor]) -> Signature:
 
 
 def plan_layout(tensors: Mapping[str, torch.Tensor], team: Team) -> Layout:
-    """Plan together with all ranks; a collective."""
+    """Plan together with all ranks; a collective. Raises `SaveFailed`, on all ranks, where one cannot."""
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(tensors), is_coordinator=team.leads)
-    plans = team.gather(planner.create_local_plan())
+    plan, problem = None, ""
+    try:
+        planner.set_up_planner(dict(tensors), is_coordinator=team.leads)
+        plan = planner.create_local_plan()
+    except Exception as err:  # the others must not be left waiting
+        problem = f"{type(err).__name__}: {err}"
+    said = team.gather((plan, problem))
+    if problems := [f"rank {rank}: {theirs}" for rank, (_, theirs) in enumerate(said) if theirs]:
+        raise SaveFailed(f"what is to be saved cannot be laid out: {'; '.join(problems)}")
     # Each rank makes the whole plan from the same parts: cheaper than sending it, and the outcome is the same.
-    return Layout(planner.create_global_plan(plans)[0][team.rank])
+    return Layout(planner.create_global_plan([theirs for theirs, _ in said if theirs is not None])[0][team.rank])
 
 
 def _chunks(items: Iterable[WriteItem]) -> list[Chunk]:

@@ -150,16 +150,26 @@ def whole_snapshots(held: Iterable[Held]) -> dict[CheckpointName, str]:
     return {name: token for (name, token, world_size), found in ranks.items() if found == set(range(world_size))}
 
 
-def keep_only(root: Path, keep: Collection[tuple[CheckpointName, str]], *, token: str, ranks: Collection[int]) -> None:
+def keep_only(
+    root: Path,
+    keep: Collection[tuple[CheckpointName, str]],
+    *,
+    token: str,
+    ranks: Collection[int],
+    flushed: CheckpointName | None = None,
+) -> None:
     """Remove every snapshot under `root` but those in `keep` (with their tokens). What is gone already is no error.
 
     Of the parts of this `token`, only those of `ranks`: what others are writing at this moment is theirs to remove.
+    flushed: the one that is on its way to disk; a rank's own part of it stays, and copies of others' parts go.
     """
     for place in root.glob("*"):
         named = _PLACE.fullmatch(place.name)
         if named is None or (named[3] == token and int(named[2]) not in ranks):
             continue
         kept = {name.directory(place) for name, its_token in keep if its_token == named[3]}
+        if flushed is not None and named[3] == token and named[1] == "rank":
+            kept.add(flushed.directory(place))
         if not kept:
             shutil.rmtree(place, ignore_errors=True)
         for directory in place.glob("generation-*/*"):

@@ -97,12 +97,15 @@ class MemoryTier:
             problem = self._find_partners(places) or problem
         mine = [(part, untouched) for theirs, part, untouched in said if theirs == place]
         if not problem:
-            problem = refuse_budget(
-                _room(self._settings.root),
-                part_bytes=sum(part for part, _ in mine),
-                copies=2 if self._settings.partner else 1,
-                untouched_bytes=sum(untouched for _, untouched in mine),
-            )
+            try:
+                problem = refuse_budget(
+                    _room(self._settings.root),
+                    part_bytes=sum(part for part, _ in mine),
+                    copies=2 if self._settings.partner else 1,
+                    untouched_bytes=sum(untouched for _, untouched in mine),
+                )
+            except OSError as err:
+                problem = f"what is free in {self._settings.root} is not known: {type(err).__name__}: {err}"
         problems = [f"rank {rank}: {theirs}" for rank, theirs in enumerate(self._team.gather(problem)) if theirs]
         self.refusal = problems[0] if problems else ""
 
@@ -125,12 +128,11 @@ class MemoryTier:
         settings = self._settings
         self._under_way, self._began, self._part = name, time.monotonic(), ("", 0)
         keep = [(name, settings.token), *([] if self._whole is None else [self._whole])]
-        if flushed is not None:
-            keep.append((flushed, settings.token))
         return {
             "root": str(settings.root),
             "token": settings.token,
             "keep": [(asdict(kept), token) for kept, token in keep],
+            "flushed": None if flushed is None else asdict(flushed),
             "ranks": [self._team.rank, *([] if self._partners is None else [self._partners.from_rank])],
             "described": {
                 "parent": asdict(settings.parent) if settings.parent else None,
@@ -166,20 +168,16 @@ class MemoryTier:
             self._finish(name, own, size_bytes, not_copied=problem)
 
     def _finish(self, name: CheckpointName, problem: str, size_bytes: int, *, not_copied: str = "") -> None:
-        """A part without its copy still makes the snapshot newer than the one before."""
+        """A part without its copy still makes the snapshot newer than the one before, and is told as kept."""
         self._under_way = None
-        if not problem:
-            self._complete = name
-        problem = problem or not_copied
-        self._news.append(
-            Kept(
-                name=name,
-                problem=problem,
-                size_bytes=size_bytes,
-                seconds=time.monotonic() - self._began,
-                copy_of=None if self._partners is None else self._partners.from_rank,
-            )
-        )
+        seconds = time.monotonic() - self._began
+        copy_of = None if self._partners is None or not_copied else self._partners.from_rank
+        self._news.append(Kept(name=name, problem=problem, size_bytes=size_bytes, seconds=seconds, copy_of=copy_of))
+        if problem:
+            return
+        self._complete = name
+        if not_copied:
+            self._news.append(Kept(name=name, problem=not_copied, size_bytes=0, seconds=seconds, copy_of=None))
 
 
 def _room(root: Path) -> Room:

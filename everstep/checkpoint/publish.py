@@ -6,6 +6,7 @@ share nothing but the storage. Standard library only.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -104,7 +105,7 @@ def discard(publication: Publication) -> None:
 
 
 def _await_parts(publication: Publication, *, limit_s: float, abandoned: Callable[[], bool]) -> list[FileEntry]:
-    deadline, pause_s = time.monotonic() + limit_s, _LOOK_EVERY_S
+    deadline, pause_s, seen_bytes = time.monotonic() + limit_s, _LOOK_EVERY_S, 0
     waiting = set(range(publication.world_size))
     entries: list[FileEntry] = []
     while True:
@@ -113,6 +114,7 @@ def _await_parts(publication: Publication, *, limit_s: float, abandoned: Callabl
             if path.exists():
                 entries += _entries(path, rank)
                 waiting.discard(rank)
+                deadline = time.monotonic() + limit_s
         if not waiting:
             return entries
         failed = sorted(publication.aside.glob("failed-*.json"))
@@ -122,9 +124,22 @@ def _await_parts(publication: Publication, *, limit_s: float, abandoned: Callabl
         if abandoned():
             raise SaveFailed("another rank's part failed")
         if time.monotonic() > deadline:
+            # Parts may be large and the store slow: as long as something comes, it is waited for.
+            before, seen_bytes = seen_bytes, _size_bytes(publication.aside)
+            if seen_bytes > before:
+                deadline = time.monotonic() + limit_s
+                continue
             raise SaveFailed(f"nothing came from ranks {sorted(waiting)[:8]} for {limit_s:.0f} s")
         time.sleep(pause_s)
         pause_s = min(pause_s * 1.2, _LOOK_AT_LEAST_EVERY_S)
+
+
+def _size_bytes(directory: Path) -> int:
+    found = 0
+    for path in directory.glob("*"):
+        with contextlib.suppress(OSError):  # it was renamed meanwhile
+            found += path.stat().st_size
+    return found
 
 
 def _entries(path: Path, rank: int) -> list[FileEntry]:

@@ -67,17 +67,27 @@ class Replicas:
 
 
 def synchronized_paths(tracked: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> set[str]:
-    """Parameters of models under DistributedDataParallel, and what optimizers hold for them."""
-    parameters = {
-        f"{part}/{name}"
-        for part, wrapper in _data_parallel(tracked).items()
-        for name, _ in unwrap(wrapper).named_parameters()
+    """Parameters of models under DistributedDataParallel, and what optimizers hold for such parameters alone."""
+    wrappers = _data_parallel(tracked)
+    synchronized = {
+        (part, name): id(parameter)
+        for part, wrapper in wrappers.items()
+        for name, parameter in unwrap(wrapper).named_parameters()
+        if name not in wrapper.parameters_to_ignore
     }
-    if not parameters:
-        return set()
-    optimizers = [part for part, target in tracked.items() if type(target).__module__.startswith("torch.optim.")]
+    optimizers = [
+        part
+        for part, target in tracked.items()
+        if type(target).__module__.startswith("torch.optim.") and _holds_only(target, set(synchronized.values()))
+    ]
     moments = {path for path in tensors if any(path.startswith(f"{part}/state/") for part in optimizers)}
-    return parameters | moments
+    return {f"{part}/{name}" for part, name in synchronized} | moments
+
+
+def _holds_only(optimizer: Any, parameters: set[int]) -> bool:
+    """Whether it steps nothing but these parameters (by id)."""
+    groups = getattr(optimizer, "param_groups", None)
+    return groups is not None and all(id(parameter) in parameters for group in groups for parameter in group["params"])
 
 
 def handed_on_paths(tracked: Mapping[str, Any]) -> set[str]:

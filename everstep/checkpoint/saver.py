@@ -446,9 +446,11 @@ class Saver:
         found, self._news = self._news, []
         return found
 
-    def settle(self, *, limit_s: float = _PUBLISH_LIMIT_S) -> None:
-        """Wait until no save is under way on any rank. A collective."""
-        self._await_free(limit_s, with_memory=True)
+    def settle(self) -> None:
+        """Wait until no save is under way on any rank, for longer than that takes by the rate. A collective."""
+        rate, size_bytes = self._settings.bytes_per_s, self._layout.size_bytes if self._layout else 0
+        expected_s = size_bytes * self._team.world_size / rate if rate else 0.0
+        self._await_free(_PUBLISH_LIMIT_S + 2 * expected_s, with_memory=True)
 
     def close(self, *, limit_s: float = 0.0) -> None:
         """Let the writer go, once this rank's share of a save that is under way is done, or the limit has passed."""

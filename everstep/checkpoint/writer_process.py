@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import mmap
 import os
 import queue
+import shutil
 import signal
 import socket
 import sys
@@ -21,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from everstep.checkpoint.left_overs import left_over_directories
 from everstep.checkpoint.manifest import CheckpointName, Manifest
 from everstep.checkpoint.memory import Held, keep_only, keep_part
 from everstep.checkpoint.publish import Publication, discard, publish, tell_done, tell_failed
@@ -46,6 +49,7 @@ class Node:
         self._rehashing: queue.Queue[tuple[Connection, Path, CheckpointName, Pace]] = queue.Queue()
         self._connected = 0
         self._lock = threading.Lock()
+        self._lease: PublishingLease | None = None
         threading.Thread(target=self._rehash, name="rehash", daemon=True).start()
 
     def joined(self) -> None:
@@ -58,6 +62,18 @@ class Node:
             self._connected -= 1
             if not self._connected:
                 os._exit(0)
+
+    def look_at_lease(self, *, held_ns: int | None) -> Callable[[], None]:
+        """What ends this process if the lease of its ranks has run out; where there is none, nothing does.
+
+        held_ns: when the rank last found it held. Raises `LeaseUnusable`.
+        """
+        paths = LeasePaths.from_environment(os.environ)
+        if paths is None:
+            return lambda: None
+        with self._lock:
+            lease = self._lease = self._lease or PublishingLease(paths)
+        return functools.partial(lease.check, held_ns=held_ns or 0)
 
     def rehash(self, connection: Connection, directory: Path, name: CheckpointName, pace: Pace) -> None:
         """Read it again from storage when nothing else is to be done, and tell."""
@@ -88,15 +104,23 @@ class Connection:
         threading.Thread(target=self._work, name="save", daemon=True).start()
 
     def serve(self) -> None:
-        """Until the rank is gone."""
+        """Until the rank is gone, or cannot be served: it then learns that its writer is gone, and starts another."""
+        try:
+            self._serve()
+        finally:
+            with contextlib.suppress(OSError):
+                self._channel.shutdown(socket.SHUT_RDWR)
+            self._node.left()
+
+    def _serve(self) -> None:
         while True:
             message, fd = receive(self._channel)
             if message is None:
-                self._node.left()
                 return
             match message["op"]:
                 case "arena":
-                    assert fd is not None
+                    if fd is None:  # there was no room for one more descriptor here
+                        return
                     self._memory = memoryview(mmap.mmap(fd, message["size_bytes"], prot=mmap.PROT_READ))
                     os.close(fd)
                 case "save":
@@ -140,6 +164,8 @@ class Connection:
 
     def _save(self, job: dict[str, Any], name: CheckpointName, *, source: Path | None) -> None:
         """Bring the part to disk, from where it lies in memory or else from the rank's own copy, and publish."""
+        if job["publication"] is not None:
+            _remove_given_up(Path(job["publication"]["root"]), job, name)
         written = self._write(job, name, source=source)
         if job["publication"] is not None:
             self._publish(job, name) if written else discard(_publication(job, name))
@@ -158,6 +184,7 @@ class Connection:
                 {(CheckpointName(**kept), token) for kept, token in order["keep"]},
                 token=piece.token,
                 ranks=order["ranks"],
+                flushed=CheckpointName(**order["flushed"]) if order["flushed"] else None,
             )
             size_bytes = keep_part(
                 piece,
@@ -165,7 +192,7 @@ class Connection:
                 part,
                 memory,
                 described={**said, "parent": CheckpointName(**said["parent"]) if said["parent"] else None},
-                may_publish=_look_at_lease(held_ns=job["lease_held_ns"]),
+                may_publish=self._node.look_at_lease(held_ns=job["lease_held_ns"]),
             )
         except Exception as err:  # whatever it is, the rank must hear of it
             problem = f"{type(err).__name__}: {err}"
@@ -204,7 +231,7 @@ class Connection:
                 publication,
                 limit_s=job["limit_s"],
                 abandoned=self._abandoned.is_set,
-                may_publish=_look_at_lease(held_ns=job["lease_held_ns"]),
+                may_publish=self._node.look_at_lease(held_ns=job["lease_held_ns"]),
             )
         except Exception as err:  # whatever it is, the rank must hear of it
             problem = str(err) if isinstance(err, EverstepError) else f"{type(err).__name__}: {err}"
@@ -244,10 +271,15 @@ def _publication(job: dict[str, Any], name: CheckpointName) -> Publication:
     )
 
 
-def _look_at_lease(*, held_ns: int | None) -> Callable[[], None]:
-    """What ends this process if the lease of its ranks has run out; None held: never. Raises `LeaseUnusable`."""
-    paths = LeasePaths.from_environment(os.environ)
-    return (lambda: None) if paths is None else PublishingLease(paths, held_ns=held_ns or 0).check
+def _remove_given_up(root: Path, job: dict[str, Any], name: CheckpointName) -> None:
+    """What slower ranks have written for a save of this generation that was given up meanwhile: it takes up space.
+
+    All of them are done with it, since no save begins before.
+    """
+    with contextlib.suppress(OSError):
+        for left_over, directory in left_over_directories(root):
+            if left_over.generation == name.generation and directory != Path(job["aside"]):
+                shutil.rmtree(directory, ignore_errors=True)
 
 
 def _retain(publication: Publication, *, keep: int) -> str:

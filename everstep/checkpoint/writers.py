@@ -30,7 +30,9 @@ class Writer:
         nodes = list(dict.fromkeys(places))
         self.nodes, self.node = len(nodes), nodes.index(place)
         self.leads = places.index(place) == team.rank
-        directory = Path(tempfile.mkdtemp(prefix="everstep-writer-")) if self.leads else None
+        directory: Path | None = None
+        if self.leads:
+            directory, problem = _new_directory()
         try:
             if directory is not None:
                 address, problem = self._start(directory)
@@ -65,7 +67,7 @@ class Writer:
                     pass_fds=[listener.fileno()],
                     env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
                 )
-        except OSError as err:
+        except Exception as err:  # whatever it is, other ranks wait for this one's word
             return "", f"{type(err).__name__}: {err}"
         return str(address), ""
 
@@ -78,3 +80,11 @@ class Writer:
         if self.process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(timeout=_GONE_WITHIN_S)
+
+
+def _new_directory() -> tuple[Path | None, str]:
+    """(directory, "") or (None, what went wrong): other ranks wait for this one's word."""
+    try:
+        return Path(tempfile.mkdtemp(prefix="everstep-writer-")), ""
+    except OSError as err:
+        return None, f"{type(err).__name__}: {err}"

@@ -169,3 +169,13 @@ def test_node_without_a_share_of_the_generation_is_not_believed(fleet: ToldFleet
     said = SnapshotKept(job=job.id, generation=1, rank=0, step=90, at=time.time(), world_size=1)
     fleet.nodes["gpu-03"].tell(said)
     assert not SnapshotRow.objects.filter(node__name="gpu-03").exists()
+
+
+def test_what_is_told_of_before_a_reboot_is_not_in_memory_any_more(fleet: ToldFleet, job: Job) -> None:
+    """The outbox survives a reboot, the memory does not."""
+    row = running(fleet, job)
+    fleet.report("gpu-02", 1, row.plan_id, SeenPhase.RUNNING, boot_id="boot-gpu-02")
+    fleet.connect("gpu-02", boot="another")
+    keep(fleet, row, 17)
+    told = SnapshotRow.objects.filter(step=17).values_list("node__name", flat=True)
+    assert list(told) == ["gpu-01"]

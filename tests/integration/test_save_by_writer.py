@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ import everstep
 from everstep.checkpoint.manifest import CheckpointName, complete_checkpoints
 from everstep.checkpoint.reader import read_checkpoint
 from everstep.checkpoint.saver import Saver, SaveSettings
+from everstep.elastic.lease_files import boottime_ns
 from everstep.ranks import Team
 
 pytestmark = pytest.mark.timeout(120)
@@ -210,3 +212,53 @@ def test_end_of_a_forked_child_does_not_take_the_ranks_writer_along(tmp_path: Pa
     assert list(steps) == [2, 3]
     assert steps_on_disk(tmp_path) == [0, 1, 2, 3]
     run._stop()
+
+
+def test_saves_under_a_lease_need_no_more_descriptors_than_the_first(
+    tmp_path: Path, model: nn.Linear, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable, file in (("CONTACT", "contact"), ("PROGRESS", "progress"), ("LEASE", "lease.json")):
+        (tmp_path / file).write_bytes(b"{}" if variable == "LEASE" else bytes(16))
+        monkeypatch.setenv(f"EVERSTEP_{variable}", str(tmp_path / file))
+    made = new_saver(tmp_path / "c", look_at_lease=boottime_ns)
+
+    def open_in_writer(step: int) -> int:
+        assert made.save(name(step), {"model": model})
+        made.settle()
+        assert told(made) == {step: "saved: "}
+        return len(list(Path(f"/proc/{writer_of(made)}/fd").iterdir()))
+
+    try:
+        first = open_in_writer(1)
+        assert [open_in_writer(step) for step in range(2, 8)] == [first] * 6
+    finally:
+        made.close()
+
+
+def test_what_came_late_for_a_save_that_was_given_up_does_not_fill_the_store(
+    tmp_path: Path, saver: Saver, model: nn.Linear
+) -> None:
+    late = name(2).directory(tmp_path).with_name(".writing-step-00000002-abcd1234")
+    late.mkdir()
+    (late / "shard-00001.bin").write_bytes(bytes(1000))
+    assert saver.save(name(1), {"model": model})  # it fails, so that retention has no turn
+    saver.settle()
+    assert "complete checkpoint already" in told(saver)[1]
+    assert not late.exists()
+
+
+def test_node_without_a_place_for_its_writers_address_says_so_and_training_goes_on(
+    tmp_path: Path, saver: Saver, model: nn.Linear, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.kill(writer_of(saver), signal.SIGKILL)
+    saver.save(name(2), {"model": model})
+    saver.settle()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    told(saver)
+    assert not saver.save(name(3), {"model": model})
+    (said,) = told(saver).values()
+    assert "no process could be started that writes checkpoints: FileNotFoundError" in said
+    monkeypatch.undo()
+    assert saver.save(name(4), {"model": model})
+    saver.settle()
+    assert told(saver) == {4: "saved: "}

@@ -194,3 +194,10 @@ def test_parent_in_memory_that_is_gone_is_no_reason_to_begin_anew(tmp_path: Path
 def test_pieces_sort_own_before_copied() -> None:
     piece = held("1:20")
     assert sorted([replace(piece, copied=True), piece]) == [piece, replace(piece, copied=True)]
+
+
+def test_snapshot_on_its_way_to_disk_stays_where_it_is_read_and_its_copies_go(tmp_path: Path) -> None:
+    for piece in (held("2:24"), held("2:24", 1, copied=True), held("2:28")):
+        keep(tmp_path, piece)
+    keep_only(tmp_path, {(name("2:28"), TOKEN)}, token=TOKEN, ranks=[0, 1], flushed=name("2:24"))
+    assert held_in(tmp_path) == [held("2:24"), held("2:28")]

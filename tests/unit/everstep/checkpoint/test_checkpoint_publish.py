@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -178,3 +180,19 @@ def test_complete_checkpoint_is_never_written_over(tmp_path: Path, aside: Path) 
     with pytest.raises(SaveFailed, match="holds a complete checkpoint already"):
         attempt(tmp_path, aside)
     assert complete_checkpoints(tmp_path) == [first]
+
+
+def test_slow_parts_are_waited_for_as_long_as_something_comes(tmp_path: Path, aside: Path) -> None:
+    """Ranks of a node write one after the other: the last one may be done long after the first."""
+    tell_done(aside, 0, write(aside, 0))
+
+    def write_slowly() -> None:
+        for size in range(1, 8):
+            (aside / "shard-00001.bin").write_bytes(bytes(size))
+            time.sleep(0.2)
+        tell_done(aside, 1, write(aside, 1))
+
+    writing = threading.Thread(target=write_slowly)
+    writing.start()
+    assert len(attempt(tmp_path, aside, limit_s=0.5).files) == 4
+    writing.join()

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from everstep.checkpoint.replicas import Replicas, checksum, synchronized_paths
 
@@ -100,3 +105,25 @@ def test_checksum_sees_the_same_values_in_another_place() -> None:
 def test_nothing_is_kept_alike_without_data_parallelism() -> None:
     model = nn.Linear(2, 2)
     assert synchronized_paths({"model": model}, {"model/weight": model.weight}) == set()
+
+
+def test_what_data_parallelism_is_told_to_ignore_is_compared_each_time(alone_in_a_group: None) -> None:
+    """Each rank trains its own, though all began alike; and so an optimizer that steps it holds other moments."""
+    network = nn.ModuleDict({"shared": nn.Linear(2, 2), "own": nn.Embedding(4, 2)})
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(network, ["own.weight"])
+    model = DistributedDataParallel(network)
+    both = torch.optim.AdamW(network.parameters())
+    shared = torch.optim.AdamW(network["shared"].parameters())
+    tensors = {path: torch.zeros(1) for path in ("both/state/1/exp_avg", "shared/state/0/exp_avg")}
+    assert synchronized_paths({"model": model, "both": both, "shared": shared}, tensors) == {
+        "model/shared.weight",
+        "model/shared.bias",
+        "shared/state/0/exp_avg",
+    }
+
+
+@pytest.fixture
+def alone_in_a_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
