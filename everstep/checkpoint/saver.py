@@ -343,6 +343,7 @@ class Saver:
         if self._arena is not None and self._arena.size_bytes >= size_bytes:
             return
         if self._arena is not None:
+            self._send({"op": "drop"})  # the writer's hold on it would count against the new one
             self._arena.close()
             self._arena = None
         self._arena, self._arena_touched = Arena(size_bytes), False

@@ -123,6 +123,8 @@ class Connection:
                         return
                     self._memory = memoryview(mmap.mmap(fd, message["size_bytes"], prot=mmap.PROT_READ))
                     os.close(fd)
+                case "drop":
+                    self._memory = None
                 case "save":
                     if message["aside"] is not None:
                         self._abandoned.clear()
