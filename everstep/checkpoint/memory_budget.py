@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 SNAPSHOTS = 2
 """The last one that is whole on all nodes, and the one that is being written. Of its own ranks' parts a node holds one
-more: the one that is on its way to disk."""
+more: the one that is on its way to disk. Nothing is on its way while a run resumes; what its ranks then need of other
+nodes' parts takes that place."""
 _LEFT_FREE = 0.1
 """Share of what is free that is never taken: training itself needs it."""
 
@@ -23,16 +24,20 @@ class Room:
     memory_bytes: int | None
 
 
-def refuse_budget(room: Room, *, part_bytes: int, copies: int, untouched_bytes: int) -> str:
+def refuse_budget(room: Room, *, part_bytes: int, copies: int, borrowed_bytes: int, untouched_bytes: int) -> str:
     """A sentence with the numbers where it does not fit, else "".
 
     part_bytes: one snapshot of all ranks of this node. copies: 2 where a partner's parts are held as well.
+    borrowed_bytes: what they read of other nodes' parts at a resume: under data parallelism nearly the whole state.
     untouched_bytes: memory that saving has reserved but not used until now.
     """
-    needed = part_bytes * (copies * SNAPSHOTS + 1)
-    what = f"{SNAPSHOTS + 1} snapshots of {_mib(part_bytes)}"
+    needed = part_bytes * copies * SNAPSHOTS + max(part_bytes, borrowed_bytes)
+    at_a_resume = borrowed_bytes > part_bytes
+    what = f"{SNAPSHOTS if at_a_resume else SNAPSHOTS + 1} snapshots of {_mib(part_bytes)}"
     if copies > 1:
         what += f" and {SNAPSHOTS} of the partner node"
+    if at_a_resume:
+        what += f", and {_mib(borrowed_bytes)} of other nodes' parts at a resume,"
     if needed > room.tmpfs_bytes * (1 - _LEFT_FREE):
         return (
             f"{what} need {_mib(needed)} in {room.place}, where {_mib(room.tmpfs_bytes)} are free: "

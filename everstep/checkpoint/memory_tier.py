@@ -84,25 +84,31 @@ class MemoryTier:
         if len(found) == 1 and (name := found.pop()) is not None:
             self._whole = (name, self._settings.token)
 
-    def room(self, *, part_bytes: int, untouched_bytes: int) -> None:
-        """Find partners and see whether what is to be kept fits; sets `refusal`, on all ranks alike. A collective."""
+    def room(self, *, part_bytes: int, alike_bytes: int, alike_in_part: int, untouched_bytes: int) -> None:
+        """Find partners and see whether what is to be kept fits; sets `refusal`, on all ranks alike. A collective.
+
+        alike_bytes: of what all ranks hold alike and each of them reads at a resume; alike_in_part: what this rank
+        writes of that.
+        """
         problem, place = "", ("", 0, self._team.rank)
         try:
             place = place_of(self._settings.root)
         except (SaveFailed, OSError) as err:
             problem = str(err)
-        said = self._team.gather((place, part_bytes, untouched_bytes))
-        places = [theirs for theirs, _, _ in said]
+        said = self._team.gather((place, part_bytes, alike_bytes, alike_in_part, untouched_bytes))
+        places = [theirs for theirs, *_ in said]
         if self._settings.partner and self._copies is None:
             problem = self._find_partners(places) or problem
-        mine = [(part, untouched) for theirs, part, untouched in said if theirs == place]
+        mine = [sizes for theirs, *sizes in said if theirs == place]
+        parts, alike, written, untouched = ([*column] for column in zip(*mine, strict=True))
         if not problem:
             try:
                 problem = refuse_budget(
                     _room(self._settings.root),
-                    part_bytes=sum(part for part, _ in mine),
+                    part_bytes=sum(parts),
                     copies=2 if self._settings.partner else 1,
-                    untouched_bytes=sum(untouched for _, untouched in mine),
+                    borrowed_bytes=max(alike) - sum(written),
+                    untouched_bytes=sum(untouched),
                 )
             except OSError as err:
                 problem = f"what is free in {self._settings.root} is not known: {type(err).__name__}: {err}"

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from everstep.checkpoint.arena import Arena
 from everstep.checkpoint.description import SAME
@@ -221,7 +222,7 @@ class Saver:
             if problems:
                 return self._refuse(name, problems)
             self._planned_for = self._plan_key(taken)
-        to_memory = to_memory and self._has_room(name, described)
+        to_memory = to_memory and self._has_room(name, tensors, described)
         if to_disk or to_memory:
             aside = Path(statements[0].aside) if to_disk else None
             self._hand_over(name, tensors, described, aside=aside, to_memory=to_memory)
@@ -236,14 +237,21 @@ class Saver:
             self._tell("not_kept", name, f"the snapshot before it is still being copied (ranks {busy[:8]})")
         return not busy
 
-    def _has_room(self, name: CheckpointName, described: str) -> bool:
+    def _has_room(self, name: CheckpointName, tensors: Mapping[str, torch.Tensor], described: str) -> bool:
         """Asked once for each layout; a collective then."""
         assert self._memory is not None and self._layout is not None
         if not self._memory_measured:
             self._memory_measured = True
             untouched = 0 if self._arena_touched or self._arena is None else self._arena.size_bytes
             part_bytes = self._layout.size_bytes + 2 * len(_text(self._layout, described))
-            self._memory.room(part_bytes=part_bytes, untouched_bytes=untouched)
+            own = {f"{path}@rank-{self._team.rank:05d}" for path in self._replicas.differing}
+            alike = {key: one.nbytes for key, one in tensors.items() if key not in own and not isinstance(one, DTensor)}
+            self._memory.room(
+                part_bytes=part_bytes,
+                alike_bytes=sum(alike.values()),
+                alike_in_part=sum(chunk.size_bytes for chunk in self._layout.chunks if chunk.key in alike),
+                untouched_bytes=untouched,
+            )
             if self._memory.refusal:
                 self._tell("not_kept", name, f"no snapshots are kept from here on: {self._memory.refusal}")
         return not self._memory.refusal
