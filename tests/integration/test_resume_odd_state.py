@@ -45,7 +45,7 @@ def saver(tmp_path: Path) -> Iterator[Saver]:
 
 def save(saver: Saver, state: Any) -> list[News]:
     saver.save(NAME, {"mine": Holder(state)})
-    saver.settle(limit_s=60)
+    saver.settle()
     return [news for news in saver.news() if news.kind != "rehashed"]
 
 
