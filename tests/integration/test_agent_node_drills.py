@@ -277,7 +277,9 @@ async def test_restart_agent_leaves_training_alone(agent: AgentProcess) -> None:
     await drill(agent, order(K.RESTART_AGENT))
     await until(lambda: agent._process is not None and agent._process.poll() is not None)
     await agent.start()  # as a supervisor would, at once
+    back_at = time.time()
     _, undone = await both_told(agent)
+    assert undone.at - back_at < 4.0
     assert undone.detail == f"The agent is back as process {agent.pid}."
     await server.until(lambda: len(steps(server)) > 100)
     assert agent.marked() == everyone
