@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from django.conf import settings
-from django.db.models import Max
+from django.db.models import Max, Q
 
 from agents.protocol.messages import AssignmentPhase, Phase, SeenPhase
 from recovery.domain.continuity import Verdict, VerdictKind, judge
@@ -328,11 +328,8 @@ def _judge(job: Job, incident: Incident, situation: Situation, new: GenerationVi
     parent_step = new.plan.parent.step if new.plan.parent else 0
     reached = max(incident.reached_step or 0, parent_step)
     last = min(reached, parent_step + COMPARE_AT_MOST_STEPS)
-    replayed = {
-        **_records(job, new.number, first=parent_step + 1, last=last),
-        # Beyond the last one that counts, so that a replay too long to be compared in full still ends.
-        **_records(job, new.number, first=reached + 1, last=reached + 1),
-    }
+    # One step beyond the last one that counts, so that a replay too long to be compared in full still ends.
+    replayed = _records(job, new.number, first=parent_step + 1, last=last, beyond=reached + 1)
     reference: dict[tuple[int, int], StepRecord] = {}
     by_number = {generation.number: generation for generation in situation.generations}
     for number in reference_generations(by_number, upto=new.number):
@@ -356,8 +353,14 @@ def _judge(job: Job, incident: Incident, situation: Situation, new: GenerationVi
     return verdict, max(beyond.values()) if complete else None
 
 
-def _records(job: Job, generation: int, *, first: int, last: int) -> dict[tuple[int, int], StepRecord]:
-    rows = StepRow.objects.filter(job=job, generation_number=generation, step__gte=first, step__lte=last)
+def _records(
+    job: Job, generation: int, *, first: int, last: int, beyond: int | None = None
+) -> dict[tuple[int, int], StepRecord]:
+    """Steps `first` to `last` and the one beyond, by rank and step.
+
+    In one query: ranks go on while this reads, and where the one beyond is told, those before it are too.
+    """
+    rows = StepRow.objects.filter(Q(step__range=(first, last)) | Q(step=beyond), job=job, generation_number=generation)
     return {
         (row.rank, row.step): StepRecord(
             generation=generation,

@@ -128,7 +128,7 @@ class FakeAgentServer:
             protocol.send_close(code, "the test says so")
             self._flush(writer, protocol)
 
-    async def until(self, condition: Callable[[], object], *, within_s: float = 20.0) -> None:
+    async def until(self, condition: Callable[[], object], *, within_s: float = 60.0) -> None:
         """Wait until something has been heard; AssertionError with the story so far if it was not."""
         deadline = time.monotonic() + within_s
         while not condition():

@@ -142,7 +142,7 @@ def state_of(pid: int) -> str:
     return "" if process is None else process.state
 
 
-def wait_until(condition: Callable[[], object], *, within_s: float = 15.0) -> None:
+def wait_until(condition: Callable[[], object], *, within_s: float = 60.0) -> None:
     limit = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < limit, "waited in vain"

@@ -112,7 +112,7 @@ def test_isolated_ranks_hear_nothing_of_each_other_and_go_on_afterwards(
     assert node.noted().step is KeptStep.APPLIED
     assert keeping.wait(10) == 0
     for name in (node.name, other.name):
-        wait_until(lambda name=name: len(heard(tmp_path, name)) > 200, within_s=20)  # type: ignore[misc]
+        wait_until(lambda name=name: len(heard(tmp_path, name)) > 200)  # type: ignore[misc]
         numbers = heard(tmp_path, name)
         assert numbers == list(range(1, len(numbers) + 1)), "not a byte was lost"
     assert node.noted().detail == "1 TCP connections to ranks on other nodes made deaf"
@@ -197,7 +197,7 @@ def test_the_next_keeper_undoes_what_a_killed_one_did(
     assert noted.step is KeptStep.UNDONE
     assert (noted.applied_at, noted.undo_at_ns) == (begun.applied_at, begun.undo_at_ns), "it was not done again"
     assert state_of(node.agent.pid) == "S"
-    wait_until(lambda: len(heard(tmp_path, node.name)) > silent + 20, within_s=20)
+    wait_until(lambda: len(heard(tmp_path, node.name)) > silent + 20)
 
 
 def test_never_does_a_fault_twice(node: DrilledNode) -> None:

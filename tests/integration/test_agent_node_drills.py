@@ -146,7 +146,7 @@ def keeper_pid(agent: AgentProcess) -> int | None:
     return None
 
 
-async def until(condition, *, within_s: float = 20.0) -> None:  # type: ignore[no-untyped-def]
+async def until(condition, *, within_s: float = 60.0) -> None:  # type: ignore[no-untyped-def]
     limit = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < limit, "waited in vain"

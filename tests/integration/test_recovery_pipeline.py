@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from django.db import connection
 
 from agents.protocol.messages import AssignmentPhase, SeenPhase
 from recovery import engine, jobs
 from recovery.drill_outcomes import settle_drill
 from recovery.drills import trigger_drill
 from recovery.incidents import command_incident
-from recovery.models import Drill, GenerationRow, IncidentRow, Job, Node, TimelineEntry
+from recovery.models import Drill, GenerationRow, IncidentRow, Job, Node, StepRow, TimelineEntry
 from recovery.orders import order_for
 from recovery.store.timelines import first_broken_link
 from tests.fakes.told_fleet import DIGEST, ToldFleet
@@ -112,6 +113,36 @@ def test_killed_rank_recovers_with_bit_equal_receipt(job: Job, fleet: ToldFleet)
     assert first_broken_link(incident.pk) is None
     job.refresh_from_db()
     assert job.state == "running"
+
+
+def test_steps_that_are_told_while_the_verdict_is_read_do_not_shorten_the_comparison(
+    job: Job, fleet: ToldFleet
+) -> None:
+    kill_and_fence(fleet, job, running(fleet, job))
+    row = run_generation(fleet, job, 2)
+    for rank, name in enumerate(row.plan["nodes"]):
+        fleet.start(name, 2, rank, step=20)
+        fleet.train(name, 2, rank, range(21, 28))
+    advance(job)
+    assert IncidentRow.objects.get(job=job).state == "verifying"
+    reads = 0
+
+    def tell_the_rest_between(execute: Any, sql: str, params: Any, many: bool, context: Any) -> Any:
+        nonlocal reads
+        if sql.startswith("SELECT") and StepRow._meta.db_table in sql:
+            reads += 1
+            if reads == 2:
+                for rank, name in enumerate(row.plan["nodes"]):
+                    fleet.train(name, 2, rank, range(28, 33))
+        return execute(sql, params, many, context)
+
+    with connection.execute_wrapper(tell_the_rest_between):
+        advance(job)
+    assert reads > 1
+    advance(job)
+    incident = IncidentRow.objects.get(job=job)
+    assert incident.state == "recovered"
+    assert (incident.receipt["verdict"]["steps_lost"], incident.receipt["verdict"]["steps_compared"]) == (10, 10)
 
 
 def test_no_run_order_before_every_old_node_is_fenced(job: Job, fleet: ToldFleet) -> None:

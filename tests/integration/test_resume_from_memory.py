@@ -75,16 +75,24 @@ def train(*, sharded: bool, memory_every: int | None, partner: bool, die_at: dic
         scheduler.step()
         run.report(loss=loss)
         if die_at and step == 1:  # while the first save is written, no snapshot is taken
-            wait_until(lambda: complete_checkpoints(root / "checkpoints"), limit_s=60)
+            wait_until(lambda: heard_of_all(run) and complete_checkpoints(root / "checkpoints"))
         if die_at and memory_every is not None and step > 1 and step % memory_every == 1:
-            wait_until(functools.partial(kept_by_all, run, root, step - 1, copies=partner), limit_s=60)
+            wait_until(functools.partial(kept_by_all, run, root, step - 1, copies=partner))
         if die_at.get(run.rank) == step:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+def heard_of_all(run: everstep.Run) -> bool:
+    """Whether this rank knows that nothing it has handed over is under way: the next snapshot waits for nothing."""
+    assert run._saver is not None
+    run._hear_of_saves()  # as between steps
+    return not (run._saver.busy or run._saver._memory_busy)
+
+
 def kept_by_all(run: everstep.Run, root: Path, step: int, *, copies: bool) -> bool:
     """Whether the snapshot of this step is whole, which takes others a moment longer than training."""
-    run._hear_of_saves()  # as between steps: a copy is exchanged once the rank has heard that its part is there
+    if not heard_of_all(run):  # a copy is exchanged once the rank has heard that its part is there
+        return False
     held = {
         (held.rank, held.copied)
         for memory in root.glob("memory-*")
@@ -147,6 +155,8 @@ def in_ranks(
                 os.kill(other, signal.SIGKILL)
             deadline = time.monotonic() + limit_s
         time.sleep(0.01)
+    said = [path.read_text() for path in root.glob(f"{log}-error-*")]
+    assert all(codes[rank] == -signal.SIGKILL for rank in die_at or {}), said
     return [codes[rank] for rank in range(len(nodes))]
 
 

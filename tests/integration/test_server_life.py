@@ -104,7 +104,7 @@ class World:
             return max((share.step for _, _, share in self.fleet.holders(job)), default=0)
 
         before = steps()
-        self.plane.wait_until(lambda: steps() > before + 3, what=f"{job} to make steps", limit_s=20)
+        self.plane.wait_until(lambda: steps() > before + 3, what=f"{job} to make steps", limit_s=60)
 
     def submit(self, name: str) -> str:
         spec = {
@@ -219,7 +219,7 @@ def all_agents_fall_silent_at_once(of: World) -> None:
         of.fleet.call(agent.mend)
     of.wait_until_all_are_seen()
     restored = [("control_plane", "contact_restored", "")]
-    of.plane.wait_until(lambda: opened() == restored, what="contact to be told restored", limit_s=20)
+    of.plane.wait_until(lambda: opened() == restored, what="contact to be told restored", limit_s=60)
     (incident,) = of.database.rows("SELECT id FROM recovery_incidentrow WHERE kind = 'control_plane'")[0]
     of.plane.post(f"incidents/{incident}/actions", {"kind": "rearm"})
     assert opened() == [("control_plane", "rearmed", "")]
