@@ -145,6 +145,9 @@ def _become_script(argv: Sequence[str], environment: Mapping[str, str], *, direc
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as an interpreter that starts does
         logging.getLogger().handlers.clear()  # they write to descriptors that are others' by now
         rank_entry.redirect_output(output)
+        # What a test runner has put in their places writes to descriptors that are others' by now, too.
+        sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+        sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
         os.chdir(directory)
         sys.argv = list(argv[1:])
         runpy.run_path(sys.argv[0], run_name="__main__")
