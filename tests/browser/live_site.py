@@ -18,12 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page, StorageState, sync_playwright
+from playwright.sync_api import Browser, Page, StorageState, expect, sync_playwright
 
 ROOT = Path(__file__).resolve().parents[2]
 FLEET = ROOT / "tests" / "fakes" / "shown_fleet.py"
 USER, PASSWORD = "operator", "watch-the-curve"
 START_LIMIT_S = 60.0
+expect.set_options(timeout=30_000)  # a page that is live shows things when they are told, on a busy machine late
 UVICORN_OPTIONS = (
     "--ws",
     "websockets-sansio",
@@ -136,7 +137,7 @@ def opened(
         base_url=site.url,
         storage_state=site.signed_in if signed_in else None,
     )
-    context.set_default_timeout(20_000)
+    context.set_default_timeout(60_000)
     try:
         yield context.new_page()
     finally:

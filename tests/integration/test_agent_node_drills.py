@@ -41,6 +41,9 @@ NODE = f"node-{os.getpid()}"
 
 P, K, S = AssignmentPhase, FaultKind, FaultState
 
+LATE_S = 10.0
+"""A keeper's share of a busy machine may come this late."""
+
 
 @pytest.fixture
 async def server() -> AsyncIterator[FakeAgentServer]:
@@ -187,7 +190,7 @@ async def test_partition_cuts_the_server_off_and_ranks_train_on(agent: AgentProc
     assert logged_steps(agent) > made + 20
     assert agent.marked() == everyone
     applied, undone = await both_told(agent)
-    assert 2.9 < undone.at - applied.at < 3.5
+    assert 2.9 < undone.at - applied.at < 3.0 + LATE_S
     await server.until(lambda: len(steps(server)) > made + 50)
     unharmed(server)
 
@@ -204,7 +207,7 @@ async def test_a_restart_does_not_end_a_partition(agent: AgentProcess) -> None:
     assert len(server.hellos) == hellos
     await began
     applied, undone = await both_told(agent)
-    assert 3.9 < undone.at - applied.at < 4.5
+    assert 3.9 < undone.at - applied.at < 4.0 + LATE_S
     await server.until(lambda: len(steps(server)) > 100)
     unharmed(server)
 
@@ -215,7 +218,7 @@ async def test_freeze_stops_everyone_and_wakes_everyone(agent: AgentProcess) -> 
     await train(agent)
     frozen = [agent.pid, *agent.marked()]
     assert len(frozen) == 3
-    await drill(agent, order(K.FREEZE_NODE, duration_s=2.0))
+    await drill(agent, order(K.FREEZE_NODE, duration_s=6.0))
     await until(lambda: [state_of(pid) for pid in frozen] == ["T"] * 3)
     keeper = keeper_pid(agent)
     assert keeper is not None
@@ -225,7 +228,7 @@ async def test_freeze_stops_everyone_and_wakes_everyone(agent: AgentProcess) -> 
     assert [state_of(pid) for pid in frozen] == ["T"] * 3
     assert len(server.durable) + len(server.transient) == heard
     applied, undone = await both_told(agent)
-    assert 1.9 < undone.at - applied.at < 3.0
+    assert 5.9 < undone.at - applied.at < 6.0 + LATE_S
     assert "SIGSTOP to 3 processes" in applied.detail
     await until(lambda: all(state_of(pid) in "SR" for pid in frozen))
     made = len(steps(server))
@@ -249,7 +252,7 @@ async def test_kill_agent_takes_all_and_the_next_agent_stays_away_until_the_limi
     await began
     assert present_agent(agent.state) == agent.pid
     applied, undone = await both_told(agent)
-    assert 3.9 < undone.at - applied.at < 8.0
+    assert 3.9 < undone.at - applied.at < 4.0 + LATE_S
     assert undone.detail == f"The agent is back as process {agent.pid}."
     await server.until(lambda: SeenPhase.STOPPED in server.phases())
 
@@ -262,7 +265,7 @@ async def test_a_keeper_starts_the_agent_that_nobody_starts(agent: AgentProcess)
     await drill(agent, order(K.RESTART_AGENT))
     await server.until(lambda: len(server.hellos) > hellos)
     applied, undone = await both_told(agent)
-    assert 4.5 < undone.at - applied.at < 9.0
+    assert 4.5 < undone.at - applied.at < 5.0 + LATE_S
     pid = present_agent(agent.state)
     assert pid not in (None, before)
     assert undone.detail == f"Nobody else started the agent: the keeper did, as process {pid}."
@@ -279,7 +282,7 @@ async def test_restart_agent_leaves_training_alone(agent: AgentProcess) -> None:
     await agent.start()  # as a supervisor would, at once
     back_at = time.time()
     _, undone = await both_told(agent)
-    assert undone.at - back_at < 4.0
+    assert undone.at - back_at < LATE_S
     assert undone.detail == f"The agent is back as process {agent.pid}."
     await server.until(lambda: len(steps(server)) > 100)
     assert agent.marked() == everyone
@@ -318,7 +321,7 @@ async def test_isolated_ranks_lose_each_other_and_meet_again(
     assert logged_steps(agent) > made, "nobody was stopped for it"
     applied, undone = await both_told(agent)
     assert "1 TCP connections" in applied.detail
-    assert 4.9 < undone.at - applied.at < 6.5
+    assert 4.9 < undone.at - applied.at < 5.0 + LATE_S
     await until(lambda: heard(0) > deaf + 100 and heard(1) > silent + 100)
     unharmed(agent.server)
 
@@ -359,7 +362,7 @@ async def test_the_next_agent_undoes_what_a_killed_keeper_left(agent: AgentProce
     server = agent.server
     await train(agent)
     everyone = agent.marked()
-    await drill(agent, order(K.FREEZE_NODE, duration_s=3.0))
+    await drill(agent, order(K.FREEZE_NODE, duration_s=10.0))
     await until(lambda: (file := KeptFile.read(kept_path(agent.state, "drill-1"))) and file.value.applied_at)
     keeper = keeper_pid(agent)
     assert keeper is not None
@@ -368,7 +371,7 @@ async def test_the_next_agent_undoes_what_a_killed_keeper_left(agent: AgentProce
     await agent.start()
     assert [state_of(pid) for pid in everyone] == ["T", "T"]
     applied, undone = await both_told(agent)
-    assert 2.9 < undone.at - applied.at < 6.0, "not before its time"
+    assert 9.9 < undone.at - applied.at < 10.0 + LATE_S, "not before its time"
     await until(lambda: all(state_of(pid) in "SR" for pid in everyone))
     await server.until(lambda: len(steps(server)) > 50)
     unharmed(server)

@@ -11,6 +11,7 @@ import pytest
 from launches import Generation, wait_until
 
 from everstep.checkpoint.manifest import complete_checkpoints
+from tests.integration.forked_generation import ForkedGeneration, warm_up
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_tiny_gpt.py"
 BATCH, STEPS, SAVE_EVERY = 12, 14, 4
@@ -33,12 +34,13 @@ def resumed(generation: Generation, rank: int) -> dict[str, Any]:
 
 @pytest.mark.timeout(300)
 def test_job_goes_on_with_fewer_ranks_in_the_same_order_of_samples(tmp_path: Path) -> None:
+    warm_up()
     command = [*COMMAND, "--batch", str(BATCH), "--step-time", "0.1"]
     steps: list[list[dict[int, dict[str, Any]]]] = []
     digests: list[list[dict[str, Any]]] = []
     parents = [None, (1, SAVE_EVERY), (2, 2 * SAVE_EVERY)]
     for number, (world_size, parent) in enumerate(zip((3, 2, 1), parents, strict=True), start=1):
-        with Generation(
+        with ForkedGeneration(
             tmp_path, command, number=number, nodes=1, ranks_per_node=world_size, parent=parent
         ) as generation:
             if world_size == 1:

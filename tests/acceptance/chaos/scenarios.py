@@ -253,8 +253,13 @@ def stop_redis(seconds: float) -> Callable[[ChaosSystem, str], None]:
 
 
 @contextlib.contextmanager
-def chaos_system(*, broker_program: Path | None = None, database_url: str = "") -> Iterator[ChaosSystem]:
-    """Everything running, with a job that trains; on Valkey and SQLite unless told otherwise."""
+def chaos_system(
+    *, broker_program: Path | None = None, database_url: str = "", script: Sequence[str] = ()
+) -> Iterator[ChaosSystem]:
+    """Everything running, with a job that trains; on Valkey and SQLite unless told otherwise.
+
+    script: more arguments for the job.
+    """
     with Broker(broker_program) as broker:
         failpoints = broker.folder / "failpoints"
         failpoints.mkdir()
@@ -264,7 +269,7 @@ def chaos_system(*, broker_program: Path | None = None, database_url: str = "") 
             "EVERSTEP_DATABASE_URL": database_url,
             "EVERSTEP_FAILPOINTS": str(failpoints),
         }
-        with RunningSystem(environment=environment) as system, Witness(system.agents) as witness:
+        with RunningSystem(script=script, environment=environment) as system, Witness(system.agents) as witness:
             yield ChaosSystem(system, broker, failpoints, witness)
 
 
