@@ -31,9 +31,7 @@ ORDER_LIMIT_S = 30.0
 LEISURELY = ("--step-time", "0.1")
 """More arguments for the job: half as many steps per second, for systems that others run beside."""
 EVERSTEP = (sys.executable, "-m", "everstep.cli.main")
-BLIND_LEISURELY = ("--step-time", "0.1")
-"""More arguments for the job: half as many steps per second, for systems that others run beside."""
-EVERSTEP = (sys.executable, str(Path(__file__).with_name("blind_demo.py")))
+BLIND_EVERSTEP = (sys.executable, str(Path(__file__).with_name("blind_demo.py")))
 """The same with agents whose stop proof overlooks the children of ranks: a planted bug."""
 
 
