@@ -51,9 +51,11 @@ def note_presence() -> None:
 
 
 def _move_deadlines(by_s: float, now: float) -> None:
-    for row in IncidentRow.objects.filter(ended=False, deadline_at__isnull=False):
+    limited_incidents = IncidentRow.objects.filter(ended=False, deadline_at__isnull=False)
+    limited_incidents.update(version=F("version"))  # taken before they are read: facts come in meanwhile
+    for row in limited_incidents:
         deadline_at = (row.deadline_at or now) + by_s
-        IncidentRow.objects.filter(pk=row.pk, version=row.version).update(
+        IncidentRow.objects.filter(pk=row.pk).update(
             body={**row.body, "deadline_at": deadline_at}, deadline_at=deadline_at, version=F("version") + 1
         )
     limited = (JobState.PENDING.value, JobState.PLACING.value, JobState.LAUNCHING.value)

@@ -41,6 +41,7 @@ def advance_breaker() -> None:
 def rearm_breaker(incident_id: str, *, by: str) -> IncidentRow:
     """Believe in absence again. Raises `NotFound`, or `CommandRefused` if it is re-armed already or is a job's."""
     with transaction.atomic():
+        IncidentRow.objects.filter(pk=incident_id).update(version=F("version"))  # taken before it is read
         row = IncidentRow.objects.filter(pk=incident_id).first()
         if row is None:
             raise NotFound(f"There is no incident {incident_id}.")

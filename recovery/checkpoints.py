@@ -91,8 +91,10 @@ def _raise_integrity(row: CheckpointRow, to: Integrity, reason: str, at: float) 
     integrity = risen(Integrity(row.integrity), to)
     if integrity.value == row.integrity:
         return
-    row.integrity, row.integrity_reason, row.integrity_at = integrity.value, reason, at
-    row.save(update_fields=["integrity", "integrity_reason", "integrity_at"])
+    sound = CheckpointRow.objects.filter(pk=row.pk).exclude(integrity=Integrity.DAMAGED.value)
+    if not sound.update(integrity=integrity.value, integrity_reason=reason, integrity_at=at):
+        return  # another node has found it damaged meanwhile
+    row.refresh_from_db(fields=["integrity", "integrity_reason", "integrity_at"])
     if integrity is Integrity.DAMAGED:
         log.error("job=%s checkpoint=%d:%d is damaged: %s", row.job_id, row.generation_number, row.step, reason)
         _tell(row.job_id, f"The checkpoint of step {row.step} of generation {row.generation_number} is damaged, and "
@@ -231,15 +233,16 @@ def _write_down(
         if trust == known[ref]:
             continue
         row = CheckpointRow.objects.filter(job=job_id, generation_number=ref.generation, step=ref.step)
+        judged = 0
         if trust.health is not known[ref].health or trust.health_reason != known[ref].health_reason:
-            row.exclude(health=Health.TAINTED.value).update(
+            judged = row.exclude(health=Health.TAINTED.value).update(
                 health=trust.health.value, health_reason=trust.health_reason, health_at=now
             )
         if trust.integrity is not known[ref].integrity:
             row.exclude(integrity=Integrity.DAMAGED.value).update(
                 integrity=trust.integrity.value, integrity_reason=trust.integrity_reason, integrity_at=now
             )
-        if trust.health is Health.TAINTED:
+        if judged and trust.health is Health.TAINTED:
             log.error("job=%s checkpoint=%d:%d is tainted: %s", job_id, ref.generation, ref.step, trust.health_reason)
             _tell(job_id, f"The checkpoint of {ref} is tainted, and is never loaded again: {trust.health_reason}.", now)
         announce_change(f"job:{job_id}")

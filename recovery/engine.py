@@ -176,6 +176,8 @@ def _advance_job_once(job_id: str, fleet: FleetSnapshot | None) -> bool:
 def _open_incident(job: Job, fault: Fault, now: float) -> None:
     """A fault that ingest could not act on when its message came, for example while an older incident ended."""
     with transaction.atomic():
+        if not Job.objects.filter(pk=job.pk, version=job.version).update(version=F("version") + 1):
+            raise Conflict(f"{job.id} has changed since the fault was looked for")
         row = open_or_join(
             job,
             generation=fault.generation,
@@ -185,7 +187,8 @@ def _open_incident(job: Job, fault: Fault, now: float) -> None:
             node=fault.node,
             lost=fault.lost,
         )
-        ask_to_advance(incident=row.pk)
+        if row is not None:
+            ask_to_advance(incident=row.pk)
 
 
 def _says_nothing_new(job: Job, instruction: Instruction) -> bool:

@@ -220,11 +220,14 @@ def _drive_and_close(action_id: str) -> None:
 def _claim(action_id: str, provider: FenceProvider | None) -> FenceAction | None:
     """Make the next run of an action ours; None if there is nothing to run now."""
     with transaction.atomic():
-        action = FenceAction.objects.select_related("node").filter(pk=action_id).first()
-        now = time.time()
-        if action is None or not is_due(action, now):
+        name = FenceAction.objects.filter(pk=action_id).values_list("node__name", flat=True).first()
+        if name is None:
             return None
-        node = _take(action.node.name)
+        node = _take(name)  # before the action is read: another worker may be at it
+        action = FenceAction.objects.select_related("node").get(pk=action_id)
+        now = time.time()
+        if not is_due(action, now):
+            return None
         shares = proofs.open_shares(node)
         verdict = _why_not_run(action, node, provider)
         if verdict is not None:

@@ -9,7 +9,7 @@ from django.db.models import F
 
 from recovery.domain.drill_kinds import KINDS, Target
 from recovery.domain.incident import Incident, IncidentState
-from recovery.domain.instructions import JobState
+from recovery.domain.instructions import JOB_ENDS, JobState
 from recovery.domain.policy import Policy
 from recovery.domain.situation import Command
 from recovery.domain.timeline import Entry, EntryKind
@@ -30,10 +30,11 @@ def open_or_join(
     fault_at: float,
     node: str | None = None,
     lost: str = "",
-) -> IncidentRow:
+) -> IncidentRow | None:
     """Open the job's incident, or add the fact to the one that is open. Must run inside a transaction.
 
-    A thousand copies of one fault become one incident: the database allows one open incident per job.
+    A thousand copies of one fault become one incident: the database allows one open incident per job. None: the job
+    has ended meanwhile, and has nothing to lose any more.
     """
     now = time.time()
     row = IncidentRow.objects.filter(job=job, ended=False).first()
@@ -43,6 +44,12 @@ def open_or_join(
         if drill is not None:
             _mark_as_drill(row, drill)
         return row
+    # Taken before it is looked at. The version rises, so that a decision about the job that was made before this
+    # incident is not saved after it.
+    Job.objects.filter(pk=job.pk).update(version=F("version") + 1)
+    job.refresh_from_db()
+    if job.state in {state.value for state in JOB_ENDS}:
+        return None
     lost = lost or node or ("a runner" if rank is None else f"rank {rank}")
     incident = Incident(
         id=fresh_id("inc"),
@@ -77,8 +84,6 @@ def open_or_join(
     if drill is not None:
         entries.append(_drill_entry(drill, now))
     seq = append_entries(row.pk, entries)
-    # The version rises, so that a decision about the job that was made before this incident is not saved after it.
-    Job.objects.filter(pk=job.pk).update(version=F("version") + 1)
     # One that is to be stopped stays so: the incident is about its stop.
     Job.objects.filter(pk=job.pk).exclude(state=JobState.STOPPING.value).update(
         state=JobState.RECOVERING.value, state_since=now, reason=""

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 from django.db import DataError, transaction
-from django.db.models import F
+from django.db.models import F, Q
 
 from agents.protocol.messages import (
     AGENT_PROOFS,
@@ -302,6 +302,7 @@ def _store_rank(
             row.pid, row.started_at = pid, at
             row.phase, row.phase_at, row.progress_at = Phase.SETUP.value, at, at
             row.progress_seen_at = time.time()
+            changed = ["pid", "started_at", "phase", "phase_at", "progress_at", "progress_seen_at"]
         case RankPhase(phase=phase):
             if at < (row.phase_at or 0.0):
                 return
@@ -313,16 +314,19 @@ def _store_rank(
             row.resumed_at, row.resumed_step = at, fact.step
             row.saved_digest, row.live_digest = fact.saved_digest, fact.live_digest
             row.deterministic = fact.deterministic
+            changed = ["resumed_at", "resumed_step", "saved_digest", "live_digest", "deterministic"]
             if fact.total_steps is not None and generation.job.total_steps != fact.total_steps:
                 Job.objects.filter(pk=generation.job_id).update(total_steps=fact.total_steps)
         case RankFinished(step=step):
             total = Job.objects.values_list("total_steps", flat=True).get(pk=generation.job_id)
             if total is None or step >= total:
                 row.finished_step = step
+            changed = ["finished_step"]
         case RankExited():
             row.pid, row.exited_at, row.exit_recorded_at = fact.pid, at, time.time()
             row.exit_code, row.signal, row.detail = fact.exit_code, fact.signal, fact.detail
-    row.save()
+            changed = ["pid", "exited_at", "exit_recorded_at", "exit_code", "signal", "detail"]
+    row.save(update_fields=changed)  # not the others: a proof of stop may have told of its end meanwhile
     batch.look_at.add(generation.job_id)
     if isinstance(fact, RankExited):
         if row.resumed_at is None:
@@ -421,7 +425,8 @@ def _store_steps(batch: _Batch, generation: GenerationRow, fact: StepReports) ->
         _raise_lease(generation, pace_s=row.pace_s)
         newest = max(newest, row.last_step)
     if newest and generation.number == Job.objects.values_list("generation", flat=True).get(pk=generation.job_id):
-        Job.objects.filter(pk=generation.job_id).update(last_step=newest)
+        of_job = Job.objects.filter(pk=generation.job_id, generation=generation.number)
+        of_job.filter(Q(last_step__isnull=True) | Q(last_step__lt=newest)).update(last_step=newest)
     announce_change(f"job:{generation.job_id}")
     if IncidentRow.objects.filter(job_id=generation.job_id, state="verifying").exists():
         batch.look_at.add(generation.job_id)
@@ -508,6 +513,14 @@ def _pace(row: RankRow, steps: Sequence[StepRow], before: tuple[float | None, fl
 
 def _raise_lease(generation: GenerationRow, *, pace_s: float | None = None, save_time_s: float | None = None) -> None:
     """A slow job gets a longer lease, before a runner could think that it stands still."""
+    if generation.lease is None:
+        return
+    terms = from_json(generation.lease, LeaseLimits)
+    if raised(terms, pace_s=pace_s, save_time_s=save_time_s) == terms:
+        return
+    # Another node's batch may have raised them meanwhile: the row is taken before it is read, for terms never fall.
+    GenerationRow.objects.filter(pk=generation.pk).update(number=F("number"))
+    generation.refresh_from_db(fields=["lease"])
     if generation.lease is None:
         return
     terms = from_json(generation.lease, LeaseLimits)

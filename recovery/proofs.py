@@ -34,6 +34,8 @@ def keep_proof(share: ShareRow, proof: FenceProof) -> bool:
     RankRow.objects.filter(generation=generation, node_id=share.node_id, exited_at__isnull=True).update(
         exited_at=proof.at, exit_recorded_at=time.time(), detail="gone without a report"
     )
+    # Taken before the others' proofs are looked for: two nodes may prove at once, and the later one sees both.
+    GenerationRow.objects.filter(pk=generation.pk).update(number=F("number"))
     if not ShareRow.objects.filter(generation=generation, proof__isnull=True).exists():
         GenerationRow.objects.filter(pk=generation.pk, fenced_at__isnull=True).update(fenced_at=proof.at)
     announce_change("fleet")

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import msgspec
 from django.db import transaction
-from django.db.models import F, Max, Q, QuerySet
+from django.db.models import F, Max, Q
 
 from agents.protocol.messages import Assignment, AssignmentPhase, AssignmentReport, LaunchSpec, SeenPhase
 from recovery.domain.incident import Incident, IncidentState
@@ -59,6 +59,7 @@ def note_stray(node: Node, report: AssignmentReport, *, at: float) -> None:
         create_defaults={**said, "first_reported_at": at},
     )
     _hold_if_number_is_taken(report)
+    _hold_if_newer(report)
     Node.objects.filter(pk=node.pk).update(revision=F("revision") + 1)
     push_orders()
 
@@ -76,7 +77,14 @@ def _hold_if_number_is_taken(report: AssignmentReport) -> None:
     rivals = known.filter(number=report.generation).exclude(plan_id=report.plan_id)
     superseded = known.filter(number__gt=report.generation, run_ordered_at__isnull=False)
     if rivals.exists() and not superseded.exists():
-        _conclude_nothing(Job.objects.filter(pk=report.job))
+        _conclude_nothing(report.job)
+
+
+def _hold_if_newer(report: AssignmentReport) -> None:
+    """What runs is newer than all that is known, also where that was believed to be settled before this node told."""
+    newest = GenerationRow.objects.filter(job_id=report.job).aggregate(most=Max("number"))["most"] or 0
+    if report.generation > newest:
+        _conclude_nothing(report.job)
 
 
 def take_up(generation: GenerationRow, node: Node, launch: LaunchSpec | None) -> None:
@@ -124,13 +132,15 @@ def fall_behind(job_id: str, generation: int) -> None:
     """An agent knows a newer generation than this database: take no number below it, and conclude nothing yet."""
     # Once per number: a node that only comes back after that was settled brings no news.
     if Job.objects.filter(pk=job_id, generation__lt=generation).update(generation=generation):
-        _conclude_nothing(Job.objects.filter(pk=job_id))
+        _conclude_nothing(job_id)
 
 
-def _conclude_nothing(job: QuerySet[Job]) -> None:
-    """Until it is known what runs. An ended job concludes nothing anyway."""
+def _conclude_nothing(job_id: str) -> None:
+    """Until it is known what runs, and from now on: what is being decided is void. An ended job concludes nothing."""
     ended = [state.value for state in JOB_ENDS]
-    job.filter(behind_since__isnull=True).exclude(state__in=ended).update(behind_since=time.time())
+    caught_up = Job.objects.filter(pk=job_id, behind_since__isnull=True).exclude(state__in=ended)
+    if caught_up.update(behind_since=time.time()):
+        _void_decisions(job_id)
 
 
 def stop_orders(node: Node) -> list[Assignment]:
@@ -152,7 +162,10 @@ def stop_orders(node: Node) -> list[Assignment]:
 
 
 def _should_go(stray: Stray) -> bool:
-    newest = GenerationRow.objects.filter(job_id=stray.job_id).aggregate(most=Max("number"))["most"] or 0
+    plans = dict(GenerationRow.objects.filter(job_id=stray.job_id).values_list("number", "plan_id"))
+    if plans.get(stray.number) == stray.plan_id:
+        return False  # taken over since the stray was read: its own order says what it is to do
+    newest = max(plans, default=0)
     ended = stray.job.state in {state.value for state in JOB_ENDS}
     return stray.number <= newest or ended or stray.job.stop_wanted
 
@@ -160,6 +173,7 @@ def _should_go(stray: Stray) -> bool:
 def settle_strays(job_id: str) -> None:
     """Take over what runs, if all of it is known; else wait, and page. Called by the sweep for jobs that are behind."""
     with transaction.atomic():
+        Job.objects.filter(pk=job_id).update(version=F("version"))  # taken before it is read
         job = Job.objects.filter(pk=job_id, behind_since__isnull=False).first()
         if job is None:
             return

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from django.db import connection
 
 from agents.protocol.messages import AssignmentPhase, SeenPhase
 from recovery import engine, jobs
@@ -16,6 +15,7 @@ from recovery.incidents import command_incident
 from recovery.models import Drill, GenerationRow, IncidentRow, Job, Node, StepRow, TimelineEntry
 from recovery.orders import order_for
 from recovery.store.timelines import first_broken_link
+from tests.fakes.interleaving import happens_before
 from tests.fakes.told_fleet import DIGEST, ToldFleet
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -125,20 +125,13 @@ def test_steps_that_are_told_while_the_verdict_is_read_do_not_shorten_the_compar
         fleet.train(name, 2, rank, range(21, 28))
     advance(job)
     assert IncidentRow.objects.get(job=job).state == "verifying"
-    reads = 0
 
-    def tell_the_rest_between(execute: Any, sql: str, params: Any, many: bool, context: Any) -> Any:
-        nonlocal reads
-        if sql.startswith("SELECT") and StepRow._meta.db_table in sql:
-            reads += 1
-            if reads == 2:
-                for rank, name in enumerate(row.plan["nodes"]):
-                    fleet.train(name, 2, rank, range(28, 33))
-        return execute(sql, params, many, context)
+    def tell_the_rest() -> None:
+        for rank, name in enumerate(row.plan["nodes"]):
+            fleet.train(name, 2, rank, range(28, 33))
 
-    with connection.execute_wrapper(tell_the_rest_between):
+    with happens_before("SELECT", StepRow, tell_the_rest, number=2):
         advance(job)
-    assert reads > 1
     advance(job)
     incident = IncidentRow.objects.get(job=job)
     assert incident.state == "recovered"
