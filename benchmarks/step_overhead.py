@@ -33,6 +33,7 @@ from everstep.elastic.lease import Held, Phase
 from everstep.elastic.lease_files import LeaseFiles, LeasePaths, boottime_ns
 from everstep.rank_lease import RankLease
 from everstep.rank_log import RankLog
+from everstep.telemetry import Telemetry, encode_fields
 
 NODE_RANKS = (1, 8)
 BATCHES = (8, 64, 512)
@@ -96,6 +97,21 @@ def full_step_seconds(
     return (time.thread_time() - started) / count
 
 
+def datagram_seconds(telemetry: Telemetry, count: int) -> float:
+    """Made and sent, with all that can be reported; neither the log nor what collects the numbers."""
+    fields = {
+        "step": 123_456, "loss": 2.7182818284, "learning_rate": 0.0030000001, "grad_norm": 1.4142135623,
+        "step_time_s": 0.1234567891, "parameter_norm": 20.123456789, "samples": 16, "tokens": 4096,
+        "epoch_size": 10**6, "indices_digest": "0123456789abcdef", "order_digest": "0123456789abcdef", "epoch": 1,
+        "span_start": 123_456, "span_stop": 123_472, "optimizer_s": 0.0123456789, "wait_s": 0.0012345678,
+        "data_s": 0.0023456789, "forward_backward_s": 0.0987654321, "memory_bytes": 1_234_567_890,
+    }  # fmt: skip
+    started = time.thread_time()
+    for _ in range(count):
+        telemetry.send_encoded("step", encode_fields(fields))
+    return (time.thread_time() - started) / count
+
+
 def checksum_seconds(size: int, count: int) -> float:
     indices = list(range(10**6, 10**6 + size))
     started = time.thread_time()
@@ -146,6 +162,8 @@ def variants(root: Path, agent: Path, total_steps: int) -> dict[str, Callable[[i
     next(steps)
     run.report(loss=0.5, span=next(sampler.stream()).span)
     found["a whole step with all that can be reported"] = partial(full_step_seconds, steps, run, sampler)
+    telemetry = Telemetry(socket_path=str(agent), job="benchmark", generation=1, rank=0)
+    found["its datagram alone"] = partial(datagram_seconds, telemetry)
     for size in BATCHES:
         found[f"checksum of the indices of {size} samples"] = partial(checksum_seconds, size)
     return found
@@ -187,7 +205,8 @@ def main() -> None:
         print("ratio: of medians, to a whole empty step with log and agent, without a lease")
         medians_us = {name: round(statistics.median(values) * 1e6, 1) for name, values in seconds.items()}
         full_us = medians_us["a whole step with all that can be reported"]
-        print(json.dumps({"rounds": arguments.rounds, "full_step_us": full_us, "medians_us": medians_us}), flush=True)
+        outcome = {"rounds": arguments.rounds, "full_step_us": full_us, "datagram_us": medians_us["its datagram alone"]}
+        print(json.dumps(outcome | {"medians_us": medians_us}), flush=True)
         os._exit(0)  # the runs are not at their end, and have nothing to say about it
 
 
