@@ -49,12 +49,12 @@ def heard(tmp_path: Path, name: str) -> list[int]:
 
 def test_freezes_all_and_wakes_all(node: DrilledNode) -> None:
     frozen = [node.agent.pid, *(process.pid for process in node.generation())]
-    keeping = node.keeper(node.fault("freeze-node", duration_s=1.5))
+    keeping = node.keeper(node.fault("freeze-node", duration_s=4.0))
     wait_until(lambda: node.noted().step is KeptStep.APPLIED)
     began = time.monotonic()
     assert [state_of(pid) for pid in frozen] == ["T"] * 4
     wait_until(lambda: node.noted().step is KeptStep.UNDONE)
-    assert 1.0 < time.monotonic() - began < 3.0
+    assert 2.5 < time.monotonic() - began < 12.0
     wait_until(lambda: all(state_of(pid) == "S" for pid in frozen))
     assert keeping.wait(5) == 0
     assert node.noted().detail == "SIGSTOP to 4 processes: the agent, the runner and all below it"
@@ -85,7 +85,7 @@ def test_starts_the_agent_itself_when_nobody_does(
     node.agent.wait(10)
     killed = time.monotonic()
     wait_until(lambda: len(node.starts()) == 2)
-    assert 4.0 < time.monotonic() - killed < 10.0
+    assert 4.0 < time.monotonic() - killed < 15.0
     assert keeping.wait(5) == 0
     pid = node.starts()[1]
     assert node.noted().undone_detail == f"Nobody else started the agent: the keeper did, as process {pid}."
