@@ -26,6 +26,8 @@ PROJECT = Path(__file__).resolve().parents[2]
 CUT_S = 50.0
 """Longer than the 30 s after which a human is asked."""
 GONE_S = 300.0
+SAVE_EVERY = 80
+"""Four seconds: a keeper that was called some steps after a save strikes before the next, though it starts slowly."""
 STEPS_AFTER_SAVE = 8
 UNTOUCHED_S = 5.0
 """For so long it is watched that an incident which waits for a fence relaunches nothing."""
@@ -58,7 +60,7 @@ def _submit(system: RunningSystem) -> None:
     script = PROJECT / "examples" / "train_tiny_gpt.py"
     spec = {
         "name": "alone",
-        "argv": [sys.executable, str(script), "--steps", "100000", "--save-every", "40", "--leave-child"],
+        "argv": [sys.executable, str(script), "--steps", "100000", "--save-every", str(SAVE_EVERY), "--leave-child"],
         "working_directory": str(PROJECT),
         "environment": {"EVERSTEP_BEATS": "1"},
         "nodes": 1,
@@ -99,7 +101,7 @@ def _cut(system: RunningSystem, witness: Witness, result: dict[str, Any]) -> lis
 
 def _gone(system: RunningSystem, witness: Witness, result: dict[str, Any]) -> list[str]:
     """Agent, runner and rank die together; only a human can say that they did."""
-    job = steady_job(system, least_saved_step=40)
+    job = steady_job(system, least_saved_step=SAVE_EVERY)
     node, generation = job["nodes"][0], job["generation"]
     asked_at = time.time()
     tell(f"Killing all of {node} ...")
