@@ -98,7 +98,7 @@ def test_holds_whole_groups_down_until_the_time_and_starts_them_again(
     assert not (tmp_path / HOLD_FILE).exists()
     assert supervisor.pid("broker") == before["broker"]
     assert group_of(before["broker"])
-    assert said[0] == "Drill drl-1 holds web, worker, beat down for 2 s."
+    assert said[0] == "Drill drl-1 holds web, worker, beat down for 4 s."
     assert not any("ended (SIGKILL)" in line for line in said)
 
 
