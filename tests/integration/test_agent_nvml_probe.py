@@ -66,7 +66,7 @@ async def test_one_hung_gpu_is_stale_and_the_other_goes_on(probe: NvmlProbe, tmp
         first, second = await probe.sample()
         assert (first.utilization_percent, first.problem) == (50.0, "")
         assert (second.utilization_percent, second.problem) == (None, PROBE_HUNG)
-    assert time.monotonic() - began < 5 * 0.3 + 5
+    assert time.monotonic() - began < 5 * 0.3 + 1
     pid = probe.pid
     tell(tmp_path)
     await sample_until(probe, lambda samples: samples[1].utilization_percent == 51.0)

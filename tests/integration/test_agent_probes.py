@@ -60,7 +60,7 @@ async def test_no_answer_within_the_limit_is_silence() -> None:
             held.append(filler)
         began = time.monotonic()
         assert await knock(*place) == (ProbeOutcome.UNREACHABLE, "no answer")
-        assert 1.9 < time.monotonic() - began < 8.0
+        assert 1.9 < time.monotonic() - began < 3.0
         for filler in held:
             filler.close()
 

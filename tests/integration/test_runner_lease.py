@@ -50,6 +50,8 @@ def test_ranks_that_step_need_no_contact_and_are_killed_when_one_of_them_stops(t
         codes = [runner.wait(timeout=10) for runner in generation.runners]
         # A rank that waits for a stopped one may die of its end a moment before its own lease has run out.
         assert codes in ([76, 76], [1, 76])
+        if codes[0] == 1:
+            assert generation.events(0, "runner_ended")[0]["reason"] == "rank_failed"
         for node in (node for node, code in enumerate(codes) if code == 76):
             kinds = [event["kind"] for event in generation.every_event(node)]
             assert kinds == ["runner_started", "rank_started", "lease_expired", "rank_exited", "runner_ended"]

@@ -134,7 +134,7 @@ def test_case_R11_slow_store_holds_training_up_for_the_copy_only_and_shows_in_th
     began = time.monotonic()
     assert saver.save(name(2), {"model": model})
     assert not saver.save(name(3), {"model": model}), "it finds the one before it unfinished, and is skipped"
-    assert time.monotonic() - began < 1.9
+    assert time.monotonic() - began < 1.0
     told = {news.name.step: news for news in news_of(saver)}
     assert (told[2].kind, told[3].kind) == ("saved", "skipped")
     assert told[2].save_time_s >= 2.0 > usual.save_time_s, "what the server compares"

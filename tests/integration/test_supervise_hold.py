@@ -90,11 +90,11 @@ def test_holds_whole_groups_down_until_the_time_and_starts_them_again(
     ask(tmp_path, seconds=4.0)
     began = time.monotonic()
     pump_until(supervisor, lambda: not any(group_of(before[name]) for name in ROLES))
-    assert time.monotonic() - began < 2.5
+    assert time.monotonic() - began < 1.0
     pump_for(supervisor, 1.0)
     assert all(supervisor.pid(name) == before[name] for name in ROLES), "none is back yet"
     pump_until(supervisor, lambda: all(supervisor.pid(name) != before[name] for name in ROLES))
-    assert 3.9 < time.monotonic() - began < 12.0
+    assert 3.9 < time.monotonic() - began < 5.0
     assert not (tmp_path / HOLD_FILE).exists()
     assert supervisor.pid("broker") == before["broker"]
     assert group_of(before["broker"])
@@ -132,7 +132,7 @@ def test_a_long_wait_does_not_delay_it(supervisor: Supervisor, tmp_path: Path) -
     began = time.monotonic()
     supervisor.pump(5.0)
     supervisor.pump(5.0)
-    assert time.monotonic() - began < 4.5
+    assert time.monotonic() - began < 1.0
     assert not group_of(first)
 
 
