@@ -48,10 +48,11 @@ class BrowserConsumer(AsyncConsumer):
             return
         feed = live_feed()
         async with feed.subscribe(topics) as subscription:
+            signed_out = asyncio.create_task(_until_signed_out(scope["session"].session_key))
             tasks = [
                 asyncio.create_task(_until_gone(receive)),
                 asyncio.create_task(_tell(send, feed, subscription)),
-                asyncio.create_task(_until_signed_out(send, scope["session"].session_key)),
+                signed_out,
             ]
             try:
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -62,6 +63,9 @@ class BrowserConsumer(AsyncConsumer):
             for task in done:
                 if not isinstance(task.exception(), (OSError, type(None))):
                     task.result()
+            # Closed only once nothing tells any more: a frame behind the close is an error of the server.
+            if done == {signed_out}:
+                await send({"type": "websocket.close", "code": CLOSE_SIGNED_OUT, "reason": "The session has ended."})
 
 
 async def _until_gone(receive: Any) -> None:
@@ -86,10 +90,9 @@ async def _tell(send: Any, feed: LiveFeed, subscription: Subscription) -> None:
         await asyncio.sleep(GAP_S)
 
 
-async def _until_signed_out(send: Any, session_key: str) -> None:
+async def _until_signed_out(session_key: str) -> None:
     while await in_database_thread(_signed_in, session_key):  # noqa: ASYNC110 (only the database knows of a log-out)
         await asyncio.sleep(SESSION_CHECK_S)
-    await send({"type": "websocket.close", "code": CLOSE_SIGNED_OUT, "reason": "The session has ended."})
 
 
 def _signed_in(session_key: str) -> bool:

@@ -9,7 +9,7 @@ import time
 import pytest
 from live_site import PASSWORD, USER, Site, log_in, opened
 from looks import Look, all_pages, drawn_looks, visit, wait_until_live, wrong_with
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Page, Route, expect
 
 EVERY_PAGE_LIMIT_S = 600
 """For a test that looks at all pages, on a machine that may be busy with other things."""
@@ -65,6 +65,31 @@ def test_logging_out_ends_the_session(chromium: Browser, site: Site) -> None:
         page.wait_for_url("**/login")
         page.goto("/jobs")
         assert "/login?next=" in page.url
+
+
+def test_page_that_is_being_left_is_not_held_back_by_the_end_of_its_session(chromium: Browser, site: Site) -> None:
+    """A log-out ends the session before its answer is there: the socket's end must not call the page back."""
+
+    def answer_late(route: Route) -> None:
+        time.sleep(2)
+        route.continue_()
+
+    with opened(chromium, site, signed_in=False) as page:
+        page.add_init_script(
+            """window.WebSocket = class extends WebSocket {
+                constructor(...words) {
+                    super(...words);
+                    addEventListener("beforeunload", () =>
+                        setTimeout(() => this.dispatchEvent(new CloseEvent("close", { code: 4401 })), 500));
+                }
+            };"""
+        )
+        log_in(page)
+        wait_until_live(page)
+        page.route("**/logout", answer_late)
+        page.get_by_role("button", name="Log out").click()
+        page.wait_for_url(re.compile("/login"))
+        assert page.url == f"{site.url}/login"
 
 
 def test_dark_switch_changes_the_colours_and_is_kept(chromium: Browser, site: Site) -> None:

@@ -114,7 +114,7 @@ def in_ranks(
     plan: dict[str, str] | None = None,
     limit_s: float = 120.0,
 ) -> list[int]:
-    """Exit codes of ranks that trained; rank r keeps its snapshots in node `nodes[r]`. All die with the first.
+    """Exit codes of ranks that trained; rank r keeps its snapshots in node `nodes[r]`. All die with the first killed.
 
     plan: what a runner says of the generation, as environment; None for ranks that are alone.
     """
@@ -148,8 +148,8 @@ def in_ranks(
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid in pids:
             codes[pids.pop(pid)] = code = os.waitstatus_to_exitcode(status)
-            if code:
-                deadline = 0.0
+            if code:  # one that ends by itself leaves its peers the time to do so, too
+                deadline = 0.0 if code < 0 else min(deadline, time.monotonic() + 30.0)
         if time.monotonic() > deadline:
             for other in pids:
                 os.kill(other, signal.SIGKILL)

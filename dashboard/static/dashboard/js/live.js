@@ -13,6 +13,7 @@ const POLL_MS = 3000;
 const SILENCE_MS = 15_000; // The server says something every 5 s.
 const SLOW_MS = 1500; // A fetch under way for longer shows as "catching up".
 const LOST_MS = 20_000; // A fetch without an end; htmx's own limit is 15 s.
+const LEAVING_MS = 5000; // A navigation may take so long before it counts as given up.
 
 const bar = document.querySelector(".live-bar");
 const word = bar.querySelector("[data-live-word]");
@@ -44,6 +45,7 @@ let httpFailed = false;
 let paused = false;
 let waiting = 0;
 let shownAsOf = serverNow();
+let isLeaving = false;
 
 // Fetching
 
@@ -157,6 +159,8 @@ function isBehind(longerThan_ms = 0) {
 
 // The socket
 
+window.addEventListener("beforeunload", () => (isLeaving = true));
+
 function connect() {
   const topics = new Set([...parts.values()].flatMap((part) => part.topics));
   const scheme = location.protocol === "https:" ? "wss" : "ws";
@@ -165,7 +169,8 @@ function connect() {
   socket.addEventListener("message", (event) => hear(JSON.parse(event.data)));
   socket.addEventListener("close", (event) => {
     if (event.code === 4401) {
-      location.reload(); // Logged out: the server answers with the log-in page.
+      // Logged out: the server answers with the log-in page. A page that goes elsewhere already is let go.
+      setTimeout(() => location.reload(), isLeaving ? LEAVING_MS : 0);
       return;
     }
     socketMode = null;
