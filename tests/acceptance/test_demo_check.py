@@ -24,7 +24,7 @@ def test_recovers_with_continuity_proven_and_leaves_nothing_behind() -> None:
         timeout=290,
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 0, f"{done.stdout.splitlines()[-1:]}\n{done.stderr}\n{done.stdout}"
     result = json.loads(done.stdout.splitlines()[-1])
     assert (result["state"], result["continuity"], result["generation"]) == ("recovered", "bit-equal", 2)
     assert result["steps_compared"] > 4

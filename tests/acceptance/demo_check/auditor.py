@@ -133,6 +133,8 @@ class Audit:
     first_step_s: float | None
     caught_up_s: float | None
     largest_beat_gap_s: float
+    uncertain_s: float
+    """How finely the recomputed seconds are known: so far apart are the broken rank's beats and the looks at exits."""
     overlap_margin_s: float
     wrong: tuple[str, ...]
 
@@ -200,11 +202,13 @@ def audit(
     mark: FaultMark = FaultMark.DEATH,
     fences: Sequence[Fence] = (),
     new_world: int | None = None,
+    lateness_s: float = 0.0,
 ) -> Audit:
     """Judge the recovery of generation `old`. `new_world`: with how many ranks it was to go on, if with others.
 
     `exits` maps pids to the times at which their pidfds fired, `thaws` pids that were frozen to when they went on;
     `hit` is the rank that was broken, by default the one that died first, and `mark` tells by what its end shows.
+    `lateness_s`: how much later than they happened the exits may have been seen.
     Raises `ValueError` where the logs hold too little to judge anything.
     """
     whole, after = _of_generation(stories, old), _of_generation(stories, old + 1)
@@ -214,7 +218,11 @@ def audit(
     # A frozen process does nothing, whatever it says once it is thawed; that it then says nothing is looked at apart.
     before = [story.before(thaws[story.pid]) if story.pid in thaws else story for story in whole]
     ends = {story.rank: _end_of(story, exits, thaws) for story in before}
-    killed = min(before, key=lambda story: ends[story.rank] if hit is None else story.rank != hit)
+    # Of exits that were seen as one, the first was of the rank that fell silent first: a killed one says nothing more.
+    first = [story for story in before if ends[story.rank] <= min(ends.values()) + lateness_s]
+    killed = min(first, key=lambda story: story.last_sign_of_life)
+    if hit is not None:
+        killed = next(story for story in before if story.rank == hit)
     fault_at = killed.last_step_at if mark is FaultMark.CUT else killed.last_sign_of_life
     reached = max((step for story in before for step in story.steps), default=0)
     parent = min(story.resumed_step or 0 for story in after)
@@ -255,6 +263,7 @@ def audit(
         first_step_s=_since(fault_at, (_first_after(story, parent) for story in after)),
         caught_up_s=_since(fault_at, (_first_after(story, reached) for story in after)),
         largest_beat_gap_s=max(story.largest_gap_s for story in (*before, *after)),
+        uncertain_s=killed.largest_gap_s + lateness_s,
         overlap_margin_s=margin,
         wrong=tuple(wrong),
     )
@@ -292,7 +301,7 @@ def disagreements(found: Audit, receipt: Mapping[str, Any], *, of_silence: bool 
         # Losses of another number of ranks are nothing that the server could compare.
         and not (name == "steps_compared" and found.continuity == "state-equal")
     ]
-    tolerance_s = SILENCE_TOLERANCE_S if of_silence else SECONDS_TOLERANCE
+    tolerance_s = (SILENCE_TOLERANCE_S if of_silence else SECONDS_TOLERANCE) + found.uncertain_s
     for name in ("detect_s", "stop_s", "first_step_s", "caught_up_s"):
         mine, theirs = getattr(found, name), receipt[name]
         if of_silence and name == "stop_s":

@@ -179,6 +179,7 @@ def _judge(
         mark=fault.mark,
         fences=fences,
         new_world=new_world,
+        lateness_s=witness.lateness_s,
     )
     result |= _numbers(found)
     errors += found.wrong
@@ -223,5 +224,6 @@ def _numbers(found: Audit) -> dict[str, Any]:
         **{name: None if value is None else round(value, 3) for name, value in seconds.items()},
         "generation": found.generation,
         "largest_beat_gap_s": round(found.largest_beat_gap_s, 3),
+        "uncertain_s": round(found.uncertain_s, 3),
         "overlap_margin_s": round(found.overlap_margin_s, 3),
     }

@@ -21,6 +21,8 @@ class Witness:
         """pid -> when its pidfd fired."""
         self.thaws: dict[int, float] = {}
         """pid -> when it was last seen stopped by a signal; it went on within a moment after."""
+        self.lateness_s = 0.0
+        """The longest time in which it saw nothing, since the machine did other things."""
         self._agents = agents
         self._read: dict[Path, int] = {}
         self._poll = select.poll()
@@ -44,6 +46,7 @@ class Witness:
         return self._known - set(self.exits)
 
     def _watch(self) -> None:
+        looked_at = time.monotonic()
         while not self._over.is_set():
             for path in self._agents.glob("*/runs/*/*/logs/rank-*.jsonl"):
                 for pid in self._fresh_pids(path):
@@ -53,7 +56,10 @@ class Witness:
                     self.thaws[pid] = time.time()
             until = time.monotonic() + SCAN_INTERVAL_S
             while (left := until - time.monotonic()) > 0:
-                for descriptor, _ in self._poll.poll(left * 1000):
+                fired = self._poll.poll(left * 1000)
+                now = time.monotonic()
+                self.lateness_s, looked_at = max(self.lateness_s, now - looked_at - SCAN_INTERVAL_S), now
+                for descriptor, _ in fired:
                     self.exits[self._watched.pop(descriptor)] = time.time()
                     self._poll.unregister(descriptor)
                     os.close(descriptor)
