@@ -47,7 +47,6 @@ from everstep.checkpoint.memory_load import assemble, disband, look
 from everstep.checkpoint.reader import read_checkpoint
 from everstep.checkpoint.snapshot import put_back, take
 
-WIDTH = 512
 FLOOR = "plain copy into shared memory"
 OURS = "everstep"
 FROM_MEDIUM = "everstep, from disk, from the medium"
@@ -58,15 +57,15 @@ Timed = tuple[float, float | None]
 class Rivals:
     """All ways to save and to load the same state, on one rank."""
 
-    def __init__(self, root: Path, *, megabytes: int, total_steps: int) -> None:
+    def __init__(self, root: Path, *, megabytes: int, width: int, total_steps: int) -> None:
         torch.manual_seed(1)
-        layers = max(1, round(megabytes / (3 * 12 * WIDTH**2 * 4 / 1e6)))
-        bare = nn.Sequential(*[nn.TransformerEncoderLayer(WIDTH, 8, 4 * WIDTH, dropout=0) for _ in range(layers)])
+        layers = max(1, round(megabytes / (3 * 12 * width**2 * 4 / 1e6)))
+        bare = nn.Sequential(*[nn.TransformerEncoderLayer(width, 8, 4 * width, dropout=0) for _ in range(layers)])
         self.world_size = dist.get_world_size()
         self.bare = bare
         self.model: Any = DistributedDataParallel(bare) if self.world_size > 1 else bare
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-4)
-        self.model(torch.randn(2, 2, WIDTH)).sum().backward()
+        self.model(torch.randn(2, 2, width)).sum().backward()
         self.optimizer.step()
         self._root = root
         self._count = 0
@@ -316,14 +315,16 @@ def slowest(seconds: float | None) -> float | None:
     return float(everybody)
 
 
-def measure_rank(rank: int, world_size: int, port: int, root: str, megabytes: int, rounds: int, results: Any) -> None:
+def measure_rank(
+    rank: int, world_size: int, port: int, root: str, megabytes: int, width: int, rounds: int, results: Any
+) -> None:
     """One rank of one measurement; rank 0 puts the times into `results`."""
     warnings.filterwarnings("ignore")
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rivals = Rivals(Path(root), megabytes=megabytes, total_steps=10**6)
+    rivals = Rivals(Path(root), megabytes=megabytes, width=width, total_steps=10**6)
     times: dict[str, dict[str, list[float]]] = {"blocked": {}, "durable": {}, "resume": {}}
     for number in range(rounds + 1):
         for name, way in rivals.saves.items():
@@ -348,12 +349,12 @@ def measure_rank(rank: int, world_size: int, port: int, root: str, megabytes: in
     os._exit(0)  # the run is not at its end, and has nothing to say about it
 
 
-def measure(world_size: int, root: Path, *, megabytes: int, rounds: int) -> dict[str, Any]:
+def measure(world_size: int, root: Path, *, megabytes: int, width: int, rounds: int) -> dict[str, Any]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     results = multiprocessing.get_context("spawn").SimpleQueue()
-    arguments = (world_size, port, str(root), megabytes, rounds, results)
+    arguments = (world_size, port, str(root), megabytes, width, rounds, results)
     spawn(measure_rank, arguments, nprocs=world_size)  # type: ignore[no-untyped-call]
     found: dict[str, Any] = results.get()
     return found
@@ -388,17 +389,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--megabytes", type=int, default=200, help="of weights and moments together")
+    parser.add_argument("--width", type=int, default=512, help="of the layers: narrow ones make many small tensors")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--directory", type=Path, help="where checkpoints go; a temporary directory if left out")
     arguments = parser.parse_args()
     summary = {}
     for world_size in arguments.ranks:
         with tempfile.TemporaryDirectory(dir=arguments.directory, ignore_cleanup_errors=True) as directory:
-            found = measure(world_size, Path(directory), megabytes=arguments.megabytes, rounds=arguments.rounds)
+            found = measure(
+                world_size,
+                Path(directory),
+                megabytes=arguments.megabytes,
+                width=arguments.width,
+                rounds=arguments.rounds,
+            )
         summary[f"{world_size}_ranks"] = show(world_size, found)
     print("ratio: of medians; of saves to the plain copy, of resumes to ours from the medium")
     with contextlib.suppress(BrokenPipeError):
-        print(json.dumps({"megabytes": arguments.megabytes, "rounds": arguments.rounds, **summary}))
+        what = {"megabytes": arguments.megabytes, "width": arguments.width, "rounds": arguments.rounds}
+        print(json.dumps({**what, **summary}))
 
 
 if __name__ == "__main__":
