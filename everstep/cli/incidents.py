@@ -110,7 +110,7 @@ def print_incident(incident: Mapping[str, Any]) -> None:
             "broken generation": incident["broken_generation"],
             "reached step": incident["reached_step"],
             "new generation": incident["generation"],
-            "attempts": incident["attempt"] if of_job else None,
+            "attempts": incident["attempt"] or None,
         }
     )
     if not of_job and not incident["ended"]:

@@ -112,6 +112,23 @@ def test_incident_is_readable_and_complete(capsys: pytest.CaptureFixture[str]) -
     assert [one["id"] for one in json.loads(out)] == ["inc_b"]
 
 
+def test_incident_counts_attempts_as_its_receipt_does(capsys: pytest.CaptureFixture[str]) -> None:
+    job, incident = make_story()
+
+    def counted(incident_id: str) -> list[str]:
+        lines = run(capsys, "incident", "show", incident_id)[1].splitlines()
+        return [line.split()[-1] for line in lines if line.split()[:1] == ["attempts:"]]
+
+    assert incident.receipt["attempts"] == 1
+    assert counted("inc_a") == ["1", "1"]
+    planned = {**incident.body, "plans_made": 3}
+    make_incident(job, "inc_b", state="escalated", body={**planned, "attempt": 3})
+    assert counted("inc_b") == ["3"], "the third attempt was the last one"
+    IncidentRow.objects.filter(pk="inc_b").update(ended=True)
+    make_incident(job, "inc_c", body={**incident.body, "plan": None, "plans_made": 0})
+    assert counted("inc_c") == [], "nothing is planned yet"
+
+
 def test_phase_over_its_limit_is_flagged_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     incident = make_incident(make_job())
     add_entries(incident, (0, "state", "Opened.", {"to": "detected"}), (31, "state", "Stopping.", {"to": "stopping"}))
