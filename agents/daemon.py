@@ -142,6 +142,9 @@ class Daemon:
             log.warning("cgroup v2 is not writable: runs are found by their mark in /proc", node=self._settings.name)
             # Orphans of a dead runner come to the agent then, and not to init, where nobody would find them.
             ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        else:
+            self._groups.hold()
+            self._groups.remove_left_over(now=time.time())
         self._highest.load()
         self._records.prepare()
         self._outbox.open()

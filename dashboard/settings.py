@@ -30,6 +30,7 @@ INSTALLED_APPS = [
 MIDDLEWARE = [
     "dashboard.api.problems.ProblemMiddleware",
     "dashboard.middleware.ContentPolicy",
+    "dashboard.known_hosts.KnownHosts",
     "django.middleware.security.SecurityMiddleware",
     "dashboard.middleware.StaticFiles",
     "django.contrib.sessions.middleware.SessionMiddleware",

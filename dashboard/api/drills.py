@@ -13,6 +13,7 @@ from dashboard.api.idempotency import once
 from dashboard.api.paging import Cursor, Limit, Page, page, position
 from dashboard.api.values import Document, Moment, Request
 from recovery import drills, queries
+from recovery.domain.drill_promises import DrillState
 from recovery.queries import DrillView
 
 router = Router(tags=["drills"])
@@ -86,7 +87,7 @@ def list_drills(
     limit: Limit,
     cursor: Cursor,
     job: str | None = None,
-    state: str | None = None,
+    state: DrillState | None = None,
 ) -> dict[str, Any]:
     """Drills, newest first."""
     found = queries.list_drills(job=job, state=state, limit=limit + 1, after=position(cursor))

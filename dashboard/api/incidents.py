@@ -71,7 +71,7 @@ class IncidentDocument(Document):
     reached_step: int | None
     broken_generation: int | None
     generation: int | None = Field(description="The generation that replaces the broken one, once it is planned.")
-    attempt: int
+    attempt: int = Field(description="The relaunch that this recovery is at, from 1; 0 before one is planned.")
     escalation: str
     verdict: str | None
     phases: list[PhaseDocument]

@@ -13,6 +13,7 @@ from dashboard.api.idempotency import once
 from dashboard.api.paging import Cursor, Limit, Page, number_position, page, position
 from dashboard.api.values import Document, Moment, ProofDocument, Request
 from recovery import checkpoints, jobs, queries
+from recovery.domain.instructions import JobState
 from recovery.domain.sample_ledger import SampleLedger
 from recovery.domain.silence import Contact
 from recovery.domain.trust import Health, Integrity
@@ -285,7 +286,7 @@ def submit_job(request: HttpRequest, body: JobRequest) -> JsonResponse:
 
 @router.get("", response=Page[JobDocument], operation_id="list_jobs")
 def list_jobs(
-    request: HttpRequest, response: HttpResponse, limit: Limit, cursor: Cursor, state: str | None = None
+    request: HttpRequest, response: HttpResponse, limit: Limit, cursor: Cursor, state: JobState | None = None
 ) -> dict[str, Any]:
     """Jobs, newest first; `state` keeps those in one state."""
     found = queries.list_jobs(state=state, limit=limit + 1, after=position(cursor))

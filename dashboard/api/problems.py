@@ -48,6 +48,7 @@ class Kind:
 _KINDS = (
     Kind("bad_request", 400, "Bad request", "The request cannot be read: correct it as `detail` says."),
     Kind("unknown_parameter", 400, "Unknown query parameter", "Correct or remove the named parameter."),
+    Kind("bad_parameter", 400, "Bad query parameter", "Correct the parameters that `errors` names."),
     Kind("bad_cursor", 400, "Bad cursor", "Use `next` of the page before, or begin again without `cursor`."),
     Kind("key_required", 400, "Idempotency-Key required", "Send a fresh `Idempotency-Key` per intended effect."),
     Kind("unauthenticated", 401, "Not authenticated", "Send `Authorization: Bearer <token>` with a valid token."),
@@ -163,9 +164,21 @@ def _on_refusal(request: HttpRequest, error: RecoveryError | type[RecoveryError]
 def _on_validation_error(request: HttpRequest, error: ValidationError | type[ValidationError]) -> JsonResponse:
     assert isinstance(error, ValidationError)
     body = _body_of(request)
-    errors = [_pointed(one["loc"], one["msg"], body) for one in error.errors]
+    errors = _merged([_pointed(one["loc"], one["msg"], body) for one in error.errors])
     detail = "; ".join(f"{one.get('pointer') or one.get('parameter')}: {one['detail']}" for one in errors)
-    return problem_response(request, "validation", detail, members={"errors": errors})
+    kind = "validation" if any("pointer" in one for one in errors) else "bad_parameter"
+    return problem_response(request, kind, detail, members={"errors": errors})
+
+
+def _merged(errors: Sequence[dict[str, str]]) -> list[dict[str, str]]:
+    """One error per parameter: a value that fits none of several kinds is told of once for each of them."""
+    merged: list[dict[str, str]] = []
+    for one in errors:
+        if merged and "parameter" in one and merged[-1].get("parameter") == one["parameter"]:
+            merged[-1]["detail"] += f", or {one['detail'].removeprefix('Input should be ')}"
+        else:
+            merged.append(dict(one))
+    return merged
 
 
 def _body_of(request: HttpRequest) -> object:
@@ -181,7 +194,7 @@ def _pointed(location: Sequence[int | str], message: str, body: object) -> dict[
         # The second part is the name of the handler's argument, which callers do not know.
         path = "".join(f"/{str(part).replace('~', '~0').replace('/', '~1')}" for part in _in_body(location[2:], body))
         return {"pointer": f"#{path}", "detail": message}
-    return {"parameter": str(location[-1]), "detail": message}
+    return {"parameter": str(location[1]), "detail": message}
 
 
 def _in_body(location: Sequence[int | str], body: object) -> list[int | str]:

@@ -46,13 +46,18 @@ class WrongUsage(CommandFailed):
     exit_code = USAGE
 
 
-class Refused(CommandFailed):
-    """The server answered with a problem; `status` is that of HTTP."""
+_USAGE_KINDS = frozenset({"bad_parameter", "unknown_parameter", "validation", "job_refused", "not_confirmed"})
+_USAGE_GUARDS = frozenset({"kind", "target", "duration"})
+"""Problems and guards of drills that no state of the server would let pass: the command itself has to change."""
 
-    def __init__(self, message: str, *, status: int) -> None:
+
+class Refused(CommandFailed):
+    """The server answered with a problem; `status` is that of HTTP. `wrong_usage`: the command itself is wrong."""
+
+    def __init__(self, message: str, *, status: int, wrong_usage: bool = False) -> None:
         super().__init__(message)
         self.status = status
-        self.exit_code = NOT_FOUND if status == 404 else REFUSED
+        self.exit_code = NOT_FOUND if status == 404 else USAGE if wrong_usage else REFUSED
 
 
 class Unreachable(CommandFailed):
@@ -125,6 +130,17 @@ def _kept(path: Path, warnings: IO[str]) -> dict[str, str]:
         raise WrongUsage(f"{path} is no JSON object with server and token: write it anew.") from err
 
 
+def add_limit_argument(parser: argparse.ArgumentParser, *, default: int) -> None:
+    """`--limit` of a list: how many of its items, the first ones, are shown."""
+    parser.add_argument("--limit", type=_limit, default=default, help=f"at most so many (default: {default})")
+
+
+def _limit(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of items: it must be 1 or more")
+    return int(text)
+
+
 class Client:
     """One server, one token. Requests that were answered raise `Refused`; those that were not, `Unreachable`."""
 
@@ -141,9 +157,13 @@ class Client:
         given = {name: _text(value) for name, value in parameters.items() if value is not None}
         return self._send("GET", f"{path}?{urlencode(given)}" if given else path, None)
 
-    def post(self, path: str, body: Mapping[str, object]) -> Any:
-        """POST with a fresh Idempotency-Key: sent again after a broken connection, it has one effect."""
-        return self._send("POST", path, body, key=str(uuid.uuid4()))
+    def post(self, path: str, body: Mapping[str, object], *, options: Mapping[str, str] | None = None) -> Any:
+        """POST with a fresh Idempotency-Key: sent again after a broken connection, it has one effect.
+
+        `options` say which option of the command fills which member of the body (`a/b`: b within a); a refusal then
+        names the option.
+        """
+        return self._send("POST", path, body, key=str(uuid.uuid4()), options=options)
 
     def pages(self, path: str, *, most: int, **parameters: object) -> Iterator[dict[str, Any]]:
         """The items of a list, page by page, at most `most` of them."""
@@ -156,7 +176,15 @@ class Client:
             if cursor is None:
                 return
 
-    def _send(self, method: str, path: str, body: Mapping[str, object] | None, *, key: str = "") -> Any:
+    def _send(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, object] | None,
+        *,
+        key: str = "",
+        options: Mapping[str, str] | None = None,
+    ) -> Any:
         request = urllib.request.Request(  # noqa: S310  (the scheme was checked by find_access)
             f"{self._access.server}/api/v1/{path}",
             method=method,
@@ -176,7 +204,7 @@ class Client:
                     if err.code == 409 and err.headers.get("Retry-After") and attempt < self._retries:
                         time.sleep(min(5.0, float(err.headers["Retry-After"])))
                         continue
-                    raise _refusal(err) from err
+                    raise _refusal(err, options or {}) from err
             except (OSError, HTTPException) as err:
                 if attempt == self._retries:
                     reason = getattr(err, "reason", None) or err
@@ -199,17 +227,33 @@ def client_from(args: argparse.Namespace) -> Client:
     return Client(find_access(server=args.server, token_file=args.token_file, environment=os.environ))
 
 
-def _refusal(error: urllib.error.HTTPError) -> CommandFailed:
+def _refusal(error: urllib.error.HTTPError, options: Mapping[str, str]) -> CommandFailed:
     try:
         problem = json.load(error)
         detail = str(problem["detail"])
-    except (ValueError, KeyError, TypeError, OSError):
+        if wrong := problem.get("errors"):
+            detail = "; ".join(f"{_place(one, options)}: {one['detail']}" for one in wrong) + "."
+        kind = str(problem["type"]).rpartition("#")[2]
+    except (ValueError, KeyError, TypeError, AttributeError, OSError):
         return Refused(f"The server answered with status {error.code} and no explanation.", status=error.code)
     if error.code >= 500:
         detail = f"{detail} Request {problem.get('instance', 'unknown')}."
     if error.code == 401:
         return Refused("The server does not know this API token: it is wrong, revoked or expired.", status=error.code)
-    return Refused(detail, status=error.code)
+    wrong_usage = kind in _USAGE_KINDS or problem.get("guard") in _USAGE_GUARDS
+    return Refused(detail, status=error.code, wrong_usage=wrong_usage)
+
+
+def _place(wrong: Mapping[str, str], options: Mapping[str, str]) -> str:
+    """The option that a server's error is about, for example `--nodes`; else the members' names as words."""
+    if "parameter" in wrong:
+        return f"--{wrong['parameter']}"
+    parts = [part.replace("~1", "/").replace("~0", "~") for part in wrong["pointer"].removeprefix("#").split("/")[1:]]
+    for length in range(len(parts), 0, -1):
+        option = options.get("/".join(parts[:length]))
+        if option is not None:
+            return " ".join([option, *parts[length:]])
+    return " ".join(parts).replace("_", " ") or "the request"
 
 
 def _text(value: object) -> str:

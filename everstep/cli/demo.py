@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import json
 import os
+import shlex
 import signal
 import sys
 import time
@@ -186,7 +187,14 @@ def _welcome(plane: ControlPlane, job: dict[str, Any] | None) -> str:
             "     proves that the loss continues where it was.",
             "",
         ]
+    lines += ["  From a command line here:", "", f"  {_command(plane.home)}", ""]
     return "\n".join([*lines, f"  Logs: {plane.home / 'logs'}   Stop all: Ctrl-C", ""])
+
+
+def _command(home: Path) -> str:
+    """A command that finds this demo from the folder that it was started in: by the `client.json` of its home."""
+    is_default = home == Path(".everstep").absolute() and "EVERSTEP_HOME" not in os.environ
+    return "everstep job list" if is_default else f"EVERSTEP_HOME={shlex.quote(str(home))} everstep job list"
 
 
 def _stop_jobs(supervisor: Supervisor, client: Client) -> None:

@@ -16,12 +16,24 @@ from everstep.cli.client import (
     TimeRanOut,
     Unreachable,
     add_access_arguments,
+    add_limit_argument,
     client_from,
 )
 from everstep.cli.incidents import print_entry, print_receipt, receipt_of, timeline
 from everstep.cli.output import add_output_argument, ago, clean, moment, print_fields, print_json, print_table
 
 POLL_S = 0.5
+
+OPTIONS = {
+    "kind": "--kind",
+    "job": "--job",
+    "rank": "--rank",
+    "node": "--node",
+    "duration_s": "--duration",
+    "steps_after_save": "--steps-after-save",
+    "recovered_within_s": "--within",
+}
+"""Which option of `run` fills which member of the request."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -57,7 +69,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     listing = verbs.add_parser("list", help="list drills, newest first")
     listing.add_argument("--job", help="only those of this job")
-    listing.add_argument("--limit", type=int, default=50, help="at most so many (default: 50)")
+    add_limit_argument(listing, default=50)
     show = verbs.add_parser("show", help="show one drill")
     show.add_argument("drill", metavar="DRILL", help="id of the drill")
     for verb, handler in ((run, run_drill), (listing, list_drills), (show, show_drill)):
@@ -80,6 +92,7 @@ def run_drill(args: argparse.Namespace) -> int:
             "steps_after_save": args.steps_after_save,
             "recovered_within_s": args.within,
         },
+        options=OPTIONS,
     )
     as_json = args.output == "json"
     if not as_json:
@@ -189,7 +202,9 @@ def list_drills(args: argparse.Namespace) -> int:
     print_table(
         ("ID", "KIND", "JOB", "RANK", "NODE", "STATE", "REQUESTED", "INCIDENT"),
         rows,
-        empty="There were no drills yet. Run one: everstep drill run --job JOB --wait",
+        empty="There were no drills yet. Run one: everstep drill run --job JOB --wait"
+        if args.job is None
+        else f"There were no drills on job {args.job}.",
     )
     return OK
 

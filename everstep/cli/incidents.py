@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from everstep.cli.client import OK, Client, Refused, add_access_arguments, client_from
+from everstep.cli.client import OK, Client, Refused, add_access_arguments, add_limit_argument, client_from
 from everstep.cli.output import (
     add_output_argument,
     ago,
@@ -36,7 +36,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     which.add_argument("--open", dest="ended", action="store_false", default=None, help="only those that are open")
     which.add_argument("--ended", dest="ended", action="store_true", default=None, help="only those that have ended")
     listing.add_argument("--job", help="only those of this job")
-    listing.add_argument("--limit", type=int, default=50, help="at most so many (default: 50)")
+    add_limit_argument(listing, default=50)
     show = verbs.add_parser("show", help="show one incident: phases, timeline, receipt")
     show.add_argument("incident", metavar="INCIDENT", help="id of the incident")
     rearm = verbs.add_parser("rearm", help="believe in silence again, after an incident of the control plane")
@@ -110,7 +110,7 @@ def print_incident(incident: Mapping[str, Any]) -> None:
             "broken generation": incident["broken_generation"],
             "reached step": incident["reached_step"],
             "new generation": incident["generation"],
-            "attempts": incident["attempt"] if of_job else None,
+            "attempts": incident["attempt"] or None,
         }
     )
     if not of_job and not incident["ended"]:

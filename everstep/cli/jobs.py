@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from everstep.cli.client import OK, WrongUsage, add_access_arguments, client_from
+from everstep.cli.client import OK, WrongUsage, add_access_arguments, add_limit_argument, client_from
 from everstep.cli.output import (
     add_output_argument,
     ago,
@@ -29,6 +29,25 @@ PHASES = {
     "evaluation": 'run.phase("evaluation")',
 }
 
+OPTIONS = {
+    "name": "--name",
+    "argv": "COMMAND",
+    "working_directory": "--working-directory",
+    "checkpoint_directory": "--checkpoint-dir",
+    "environment": "--env",
+    "nodes": "--nodes",
+    "nodes/multiple_of": "--multiple-of",
+    "ranks_per_node": "--ranks-per-node",
+    "total_steps": "--total-steps",
+    "user": "--user",
+    "stop_limit_s": "--stop-limit",
+    "save_every": "--save-every",
+    "memory_every": "--memory-every",
+    "last_good_limit_s": "--last-good-limit",
+    **{f"phase_limits_s/{phase}_s": f"--{phase}-limit" for phase in PHASES},
+}
+"""Which option of `submit` fills which member of the request."""
+
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser("job", help="submit, list, show and stop training jobs", description=__doc__)
@@ -36,7 +55,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     _add_submit(verbs)
     listing = verbs.add_parser("list", help="list jobs, newest first")
     listing.add_argument("--state", help="only those in this state")
-    listing.add_argument("--limit", type=int, default=50, help="at most so many (default: 50)")
+    add_limit_argument(listing, default=50)
     _finish(listing, list_jobs)
     show = verbs.add_parser("show", help="show one job with its generations")
     show.add_argument("job", metavar="JOB", help="id of the job")
@@ -119,7 +138,7 @@ def _finish(parser: argparse.ArgumentParser, run: Any) -> None:
 
 
 def submit_job(args: argparse.Namespace) -> int:
-    job = client_from(args).post("jobs", job_request(args, working_directory=Path.cwd()))
+    job = client_from(args).post("jobs", job_request(args, working_directory=Path.cwd()), options=OPTIONS)
     if args.output == "json":
         print_json(job)
     else:
@@ -219,7 +238,9 @@ def list_jobs(args: argparse.Namespace) -> int:
     print_table(
         ("ID", "NAME", "STATE", "GEN", "STEP", "NODES", "SUBMITTED"),
         rows,
-        empty="There are no jobs. Submit one: everstep job submit --checkpoint-dir DIR -- python train.py",
+        empty="There are no jobs. Submit one: everstep job submit --checkpoint-dir DIR -- python train.py"
+        if args.state is None
+        else f"There are no jobs in state {args.state}.",
     )
     return OK
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from everstep.cli.client import OK, add_access_arguments, client_from
+from everstep.cli.client import OK, add_access_arguments, add_limit_argument, client_from
 from everstep.cli.output import (
     add_output_argument,
     ago,
@@ -24,7 +24,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser("node", help="list and show nodes; call a silent one off", description=__doc__)
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     listing = verbs.add_parser("list", help="list nodes by name")
-    listing.add_argument("--limit", type=int, default=1000, help="at most so many (default: 1000)")
+    add_limit_argument(listing, default=1000)
     show = verbs.add_parser("show", help="show one node with its GPUs")
     show.add_argument("node", metavar="NODE", help="name of the node")
     attest = verbs.add_parser(

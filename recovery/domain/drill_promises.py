@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 from recovery.domain.continuity import VerdictKind
@@ -23,6 +24,19 @@ SETTLED_WITHIN_S = 90.0
 """What was kept in outboxes meanwhile must have arrived by then."""
 
 PROVEN = (VerdictKind.BIT_EQUAL.value, VerdictKind.STATE_EQUAL.value)
+
+
+class DrillState(StrEnum):
+    """How far a drill is: on its way to the fault, between the fault and a judgement, or at an end."""
+
+    REQUESTED = "requested"
+    ARMED = "armed"
+    APPLIED = "applied"
+    UNDONE = "undone"
+    PASSED = "passed"
+    FAILED = "failed"
+    REFUSED = "refused"
+    EXPIRED = "expired"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -103,6 +103,7 @@ class IncidentSummary:
     generation: int | None
     """The generation that replaces the broken one, once it is planned."""
     attempt: int
+    """The relaunch that this recovery is at, from 1; 0 before one is planned. In the end, as the receipt has it."""
     escalation: str
     verdict: str | None
     """Kind of the receipt's verdict: bit-equal, state-equal, inconclusive, broken; None before the receipt."""
@@ -339,13 +340,20 @@ def _summary(
         "reached_step": body.get("reached_step"),
         "broken_generation": None if control_plane else int(body.get("broken_generation", 0)),
         "generation": (body.get("plan") or {}).get("generation"),
-        "attempt": int(body.get("attempt", 0)),
+        "attempt": _attempt(body),
         "escalation": str(body.get("escalation", "")),
         "verdict": row.receipt["verdict"]["kind"] if row.receipt else None,
         "version": row.version,
         "phases": phases_of(states, now=now if row.ended_at is None else row.ended_at),
         "entries_count": entries_count,
     }
+
+
+def _attempt(body: dict[str, Any]) -> int:
+    """The domain counts the relaunches that failed; the one that is under way, or held, comes after them."""
+    if not body.get("plan") and not body.get("plans_made"):
+        return 0
+    return min(int(body.get("attempt", 0)) + 1, Policy().max_attempts)
 
 
 def _many_silent(body: dict[str, Any]) -> str:

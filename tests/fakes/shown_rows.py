@@ -373,7 +373,7 @@ def make_receipt(incident: IncidentRow, plan: RecoveryPlan, fault_at: float) -> 
         first_step_s=6.71,
         caught_up_s=13.9,
         total_s=15.2,
-        attempts=0,
+        attempts=1,
         fences=tuple(_emptied(node, plan.generation - 1, fault_at + 0.4) for node in plan.nodes),
         issued_at=fault_at + 15.2,
     )

@@ -141,7 +141,7 @@ def make_incident(job: Job, incident_id: str = "inc_a", *, opened_at: float = T0
         "broken_generation": 1,
         "state_since": opened_at,
         "reached_step": 154,
-        "attempt": 1,
+        "attempt": 0,
         "escalation": "",
         "cause": {
             "kind": "rank_killed",

@@ -137,6 +137,7 @@ def test_cursor_that_no_list_gave_is_refused(caller: Caller, address: str, curso
     [
         "jobs/%00",
         "jobs?state=a%00b",
+        "incidents?job=a%00b",
         "jobs/job_a/metrics?generation=99999999999999999999",
         "jobs/job_a/metrics?after_step=99999999999999999999&rank=99999999999999999999",
         "incidents/inc_a/timeline?after_seq=99999999999999999999",
@@ -153,8 +154,33 @@ def test_values_beyond_all_bounds_are_refused_or_find_nothing(caller: Caller, qu
 @pytest.mark.parametrize("address", LISTS)
 def test_limit_is_at_most_200(caller: Caller, address: str) -> None:
     make_story()
-    problem = assert_problem(caller.get(f"/api/v1/{address}", limit=201), status=422, kind="validation")
+    problem = assert_problem(caller.get(f"/api/v1/{address}", limit=201), status=400, kind="bad_parameter")
     assert [one["parameter"] for one in problem["errors"]] == ["limit"]
+
+
+@pytest.mark.parametrize("address", LISTS)
+def test_limit_is_at_least_1(caller: Caller, address: str) -> None:
+    make_story()
+    problem = assert_problem(caller.get(f"/api/v1/{address}", limit=0), status=400, kind="bad_parameter")
+    assert problem["detail"] == "limit: Input should be greater than or equal to 1"
+
+
+@pytest.mark.parametrize(
+    ("query", "named"),
+    [
+        ("jobs?state=bogus", {"pending", "running", "stopped"}),
+        ("drills?state=bogus", {"requested", "armed", "applied", "undone", "passed", "failed", "refused", "expired"}),
+        ("incidents?state=bogus", {"detected", "escalated", "breaker_open", "rearmed"}),
+        ("incidents?kind=bogus", {"job", "control_plane"}),
+    ],
+)
+def test_filter_by_a_value_that_there_is_not_is_refused_and_told_those_that_there_are(
+    caller: Caller, query: str, named: set[str]
+) -> None:
+    make_story()
+    problem = assert_problem(caller.client.get(f"/api/v1/{query}"), status=400, kind="bad_parameter")
+    assert [one["parameter"] for one in problem["errors"]] == [query.partition("?")[2].partition("=")[0]]
+    assert all(f"'{value}'" in problem["detail"] for value in named)
 
 
 @pytest.mark.parametrize("address", [*LISTS, "jobs/job_a", "jobs/job_a/metrics", "incidents/inc_a/timeline"])

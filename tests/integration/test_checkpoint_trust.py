@@ -42,11 +42,6 @@ def job() -> Job:
     return jobs.submit_job(SPEC, owner="tests")
 
 
-@pytest.fixture
-def fleet(job: Job) -> ToldFleet:
-    return ToldFleet.of(job.id, "gpu-01", "gpu-02", "gpu-03")
-
-
 def advance(job: Job) -> None:
     incident = IncidentRow.objects.filter(job=job, ended=False).first()
     if incident:

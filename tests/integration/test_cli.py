@@ -66,6 +66,23 @@ def test_lists_without_rows_say_what_to_do_next(capsys: pytest.CaptureFixture[st
     assert run(capsys, "incident", "list", "-o", "json")[1].strip() == "[]"
 
 
+def test_state_that_there_is_not_is_wrong_usage_and_told_those_that_there_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, out, err = run(capsys, "job", "list", "--state", "bogus")
+    assert (code, out) == (2, "")
+    assert err.startswith("everstep: --state: ")
+    assert "'running'" in err and "'stopped'" in err
+
+
+def test_list_that_a_filter_leaves_empty_does_not_say_that_there_is_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    job = make_job(state="running")
+    assert run(capsys, "job", "list", "--state", "failed")[1] == "There are no jobs in state failed.\n"
+    assert run(capsys, "drill", "list", "--job", job.id)[1] == f"There were no drills on job {job.id}.\n"
+
+
 def test_list_crosses_pages(capsys: pytest.CaptureFixture[str]) -> None:
     for index in range(203):
         make_job(f"job_{index:03}")
@@ -93,6 +110,23 @@ def test_incident_is_readable_and_complete(capsys: pytest.CaptureFixture[str]) -
     assert (len(shown["timeline"]), shown["receipt"]["verdict"]["kind"]) == (8, "bit-equal")
     _, out, _ = run(capsys, "incident", "list", "--open", "-o", "json")
     assert [one["id"] for one in json.loads(out)] == ["inc_b"]
+
+
+def test_incident_counts_attempts_as_its_receipt_does(capsys: pytest.CaptureFixture[str]) -> None:
+    job, incident = make_story()
+
+    def counted(incident_id: str) -> list[str]:
+        lines = run(capsys, "incident", "show", incident_id)[1].splitlines()
+        return [line.split()[-1] for line in lines if line.split()[:1] == ["attempts:"]]
+
+    assert incident.receipt["attempts"] == 1
+    assert counted("inc_a") == ["1", "1"]
+    planned = {**incident.body, "plans_made": 3}
+    make_incident(job, "inc_b", state="escalated", body={**planned, "attempt": 3})
+    assert counted("inc_b") == ["3"], "the third attempt was the last one"
+    IncidentRow.objects.filter(pk="inc_b").update(ended=True)
+    make_incident(job, "inc_c", body={**incident.body, "plan": None, "plans_made": 0})
+    assert counted("inc_c") == [], "nothing is planned yet"
 
 
 def test_phase_over_its_limit_is_flagged_in_words(capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,6 +186,42 @@ def test_refused_is_1_and_not_found_is_3_with_the_sentence_of_the_server(capsys:
     assert (code, "steady state" in err) == (1, True)
     code, _, err = run(capsys, "job", "show", "job_none")
     assert (code, err) == (3, "everstep: There is no job job_none.\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--nodes", "0"), "--nodes: Input should be greater than or equal to 1."),
+        (("--nodes", "0..4"), "--nodes min: Input should be greater than or equal to 1."),
+        (("--nodes", "2..4", "--multiple-of", "0"), "--multiple-of: Input should be greater than or equal to 1."),
+        (("--total-steps", "0"), "--total-steps: Input should be greater than or equal to 1."),
+        (("--save-limit", "1"), "--save-limit: Input should be greater than or equal to 2."),
+        (("--nodes", "4..2"), "nodes: min is 4 and max is 2; min must not be above max."),
+    ],
+)
+def test_job_that_no_server_would_take_is_wrong_usage_and_told_by_its_options(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
+) -> None:
+    code, out, err = run(capsys, "job", "submit", "--checkpoint-dir", "c", *words, "--", sys.executable, "t.py")
+    assert (code, out, err) == (2, "", f"everstep: {said}\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--kind", "bogus"), "'bogus' is no drill; known are kill-rank, "),
+        (("--duration", "9"), "has no duration"),
+        (("--kind", "partition", "--duration", "900"), "--duration: Input should be less than or equal to 600."),
+        (("--within", "0"), "--within: Input should be greater than 0."),
+    ],
+)
+def test_drill_that_never_can_be_is_wrong_usage(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
+) -> None:
+    job, _ = make_story()
+    IncidentRow.objects.update(ended=True)
+    code, _, err = run(capsys, "drill", "run", "--job", job.id, *words)
+    assert (code, said in err) == (2, True), err
 
 
 def test_wrong_token_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,7 @@ def test_attestation_says_what_it_attests_and_names_the_node_twice(capsys: pytes
             main(["node", "attest", "gpu-02", *words])
         assert ended.value.code == 2
     code, _, err = run(capsys, "node", "attest", "gpu-02", "--powered-off", "--confirm", "gpu-01")
-    assert (code, "exact name, gpu-02" in err) == (1, True)
+    assert (code, "exact name, gpu-02" in err) == (2, True)
     code, _, err = run(capsys, "node", "attest", "none", "--powered-off", "--confirm", "none")
     assert (code, "no node none" in err) == (3, True)
     assert not FenceAction.objects.exists()

@@ -9,25 +9,15 @@ from typing import Any
 import pytest
 
 from agents.protocol.messages import StepReport, StepReports
-from recovery import absence, engine, jobs
+from recovery import absence, engine
 from recovery.domain.incident import Incident
 from recovery.models import Claim, GenerationRow, IncidentRow, Job, Node, TimelineEntry
 from recovery.store import from_json, situations, to_json
 from recovery.sweep import sweep_if_due
 from tests.fakes.told_fleet import ToldFleet
-from tests.integration.test_recovery_pipeline import SPEC, advance, kill_and_fence, replay, run_generation, running
+from tests.integration.test_recovery_pipeline import advance, kill_and_fence, replay, run_generation, running
 
 pytestmark = pytest.mark.django_db(transaction=True)
-
-
-@pytest.fixture
-def job() -> Job:
-    return jobs.submit_job(SPEC, owner="tests")
-
-
-@pytest.fixture
-def fleet(job: Job) -> ToldFleet:
-    return ToldFleet.of(job.id, "gpu-01", "gpu-02", "gpu-03")
 
 
 def launching(fleet: ToldFleet, job: Job) -> IncidentRow:

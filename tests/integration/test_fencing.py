@@ -28,11 +28,6 @@ def job() -> Job:
 
 
 @pytest.fixture
-def fleet(job: Job) -> ToldFleet:
-    return ToldFleet.of(job.id, "gpu-01", "gpu-02", "gpu-03")
-
-
-@pytest.fixture
 def silent(fleet: ToldFleet, job: Job) -> ToldFleet:
     """The one node of the job has been silent for so long that its incident waits for a fence."""
     running(fleet, job)

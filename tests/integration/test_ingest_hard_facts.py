@@ -10,17 +10,11 @@ import pytest
 from django.db.models.signals import post_save
 
 from agents.protocol.messages import RankExited, RankResumed, RankStarted, StepReport, StepReports
-from recovery import engine, ingest, jobs, sessions
+from recovery import engine, ingest, sessions
 from recovery.models import Job, Node, RankRow, StepRow
 from tests.fakes.told_fleet import OBSERVER, ToldFleet
-from tests.integration.test_recovery_pipeline import SPEC
 
 pytestmark = pytest.mark.django_db(transaction=True)
-
-
-@pytest.fixture
-def job() -> Job:
-    return jobs.submit_job(SPEC, owner="tests")
 
 
 @pytest.fixture

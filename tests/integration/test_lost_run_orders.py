@@ -15,29 +15,19 @@ from agents.protocol.messages import (
     SeenPhase,
     StopProof,
 )
-from recovery import jobs, queries
+from recovery import queries
 from recovery.models import GenerationRow, IncidentRow, Job, ShareRow, StepRow, Stray, TimelineEntry
 from recovery.orders import order_for
 from recovery.queries import NodeState
 from recovery.store.situations import load_fleet, load_generations
 from recovery.sweep import sweep
 from tests.fakes.told_fleet import ToldFleet
-from tests.integration.test_recovery_pipeline import SPEC, advance, running
+from tests.integration.test_recovery_pipeline import advance, running
 from tests.integration.test_strays import launch, says_it_runs, wait_60_s, wanted
 
 pytestmark = pytest.mark.django_db
 
 PREPARE, RUN, STOP = AssignmentPhase.PREPARE, AssignmentPhase.RUN, AssignmentPhase.STOP
-
-
-@pytest.fixture
-def job() -> Job:
-    return jobs.submit_job(SPEC, owner="tests")
-
-
-@pytest.fixture
-def fleet(job: Job) -> ToldFleet:
-    return ToldFleet.of(job.id, "gpu-01", "gpu-02", "gpu-03")
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 from django.conf import settings
 
 from agents.protocol.messages import FaultKind, FaultReport, FaultState, OutboxGap, SeenPhase
-from recovery import absence, jobs
+from recovery import absence
 from recovery.domain.drill_promises import SETTLE_S, SETTLED_WITHIN_S
 from recovery.drill_outcomes import settle_drill
 from recovery.drills import trigger_drill
@@ -22,22 +22,9 @@ from recovery.models import Claim, Drill, GenerationRow, IncidentRow, Job, Node,
 from recovery.orders import order_for
 from recovery.store.timelines import first_broken_link
 from tests.fakes.told_fleet import ToldFleet
-from tests.integration.test_recovery_pipeline import SPEC, advance, replay, running
+from tests.integration.test_recovery_pipeline import advance, replay
 
-pytestmark = pytest.mark.django_db(transaction=True)
-
-
-@pytest.fixture
-def job() -> Job:
-    return jobs.submit_job(SPEC, owner="tests")
-
-
-@pytest.fixture
-def fleet(job: Job) -> ToldFleet:
-    """The job trains on gpu-01 and gpu-02; gpu-03 is a spare."""
-    fleet = ToldFleet.of(job.id, "gpu-01", "gpu-02", "gpu-03")
-    running(fleet, job)
-    return fleet
+pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.job_trains]
 
 
 @pytest.fixture

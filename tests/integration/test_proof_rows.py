@@ -12,21 +12,9 @@ from recovery.models import CheckpointRow, GenerationRow, IncidentRow, Job, Node
 from recovery.orders import order_for
 from recovery.proofs import fence_node
 from tests.fakes.told_fleet import ToldFleet
-from tests.integration.test_recovery_pipeline import SPEC, advance, run_generation, running
+from tests.integration.test_recovery_pipeline import SPEC, advance, run_generation
 
-pytestmark = pytest.mark.django_db
-
-
-@pytest.fixture
-def job() -> Job:
-    return jobs.submit_job(SPEC, owner="tests")
-
-
-@pytest.fixture
-def fleet(job: Job) -> ToldFleet:
-    fleet = ToldFleet.of(job.id, "gpu-01", "gpu-02", "gpu-03")
-    running(fleet, job)
-    return fleet
+pytestmark = [pytest.mark.django_db, pytest.mark.job_trains]
 
 
 def say_stopped(fleet: ToldFleet, name: str, kind: ProofKind, *, boot: str = "") -> None:

@@ -30,16 +30,6 @@ SPEC = {
 }
 
 
-@pytest.fixture
-def job() -> Job:
-    return jobs.submit_job(SPEC, owner="tests")
-
-
-@pytest.fixture
-def fleet(job: Job) -> ToldFleet:
-    return ToldFleet.of(job.id, "gpu-01", "gpu-02", "gpu-03")
-
-
 def run_generation(fleet: ToldFleet, job: Job, number: int) -> GenerationRow:
     """Play prepare and run of the newest generation on its nodes, up to the order to run."""
     row = GenerationRow.objects.get(job=job, number=number)

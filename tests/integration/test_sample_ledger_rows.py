@@ -19,16 +19,6 @@ from tests.integration.test_recovery_pipeline import SPEC, kill_and_fence, repla
 pytestmark = pytest.mark.django_db(transaction=True)
 
 
-@pytest.fixture
-def job() -> Job:
-    return jobs.submit_job(SPEC, owner="tests")
-
-
-@pytest.fixture
-def fleet(job: Job) -> ToldFleet:
-    return ToldFleet.of(job.id, "gpu-01", "gpu-02", "gpu-03")
-
-
 def recover(fleet: ToldFleet, job: Job) -> IncidentRow:
     kill_and_fence(fleet, job, running(fleet, job))
     return replay(fleet, job)

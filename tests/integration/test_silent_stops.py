@@ -13,21 +13,14 @@ from recovery.models import IncidentRow, Job, Node
 from recovery.store.timelines import first_broken_link
 from recovery.sweep import sweep
 from tests.fakes.told_fleet import ToldFleet
-from tests.integration.test_recovery_pipeline import SPEC, advance, running
+from tests.integration.test_recovery_pipeline import SPEC, advance
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.django_db, pytest.mark.job_trains]
 
 
 @pytest.fixture
 def job() -> Job:
     return jobs.submit_job({**SPEC, "nodes": 1}, owner="tests")
-
-
-@pytest.fixture
-def fleet(job: Job) -> ToldFleet:
-    fleet = ToldFleet.of(job.id, "gpu-01", "gpu-02", "gpu-03")
-    running(fleet, job)
-    return fleet
 
 
 def pages(incident: str) -> list[str]:

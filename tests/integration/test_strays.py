@@ -15,22 +15,9 @@ from recovery.store.timelines import first_broken_link
 from recovery.strays import settle_strays
 from recovery.sweep import sweep
 from tests.fakes.told_fleet import ToldFleet
-from tests.integration.test_recovery_pipeline import SPEC, advance, running
+from tests.integration.test_recovery_pipeline import SPEC, advance
 
-pytestmark = pytest.mark.django_db
-
-
-@pytest.fixture
-def job() -> Job:
-    return jobs.submit_job(SPEC, owner="tests")
-
-
-@pytest.fixture
-def fleet(job: Job) -> ToldFleet:
-    """The rows know of generation 1 on gpu-01 and gpu-02; what came after it was lost with the database."""
-    fleet = ToldFleet.of(job.id, "gpu-01", "gpu-02", "gpu-03")
-    running(fleet, job)
-    return fleet
+pytestmark = [pytest.mark.django_db, pytest.mark.job_trains]
 
 
 def launch(node_rank: int, **changes: object) -> LaunchSpec:

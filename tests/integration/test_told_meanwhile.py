@@ -12,7 +12,7 @@ from django.db import connection, transaction
 from django.db.models import F
 
 from agents.protocol.messages import ProofKind
-from recovery import absence, engine, ingest, jobs
+from recovery import absence, engine, ingest
 from recovery.checkpoints import _raise_integrity
 from recovery.domain.generations import FenceProof
 from recovery.domain.trust import Integrity
@@ -23,22 +23,9 @@ from recovery.strays import settle_strays, stop_orders
 from recovery.sweep import sweep
 from tests.fakes.interleaving import happens_before
 from tests.fakes.told_fleet import ToldFleet
-from tests.integration.test_recovery_pipeline import SPEC, running
 from tests.integration.test_strays import come_back, says_it_runs, wait_60_s
 
-pytestmark = pytest.mark.django_db(transaction=True)
-
-
-@pytest.fixture
-def job() -> Job:
-    return jobs.submit_job(SPEC, owner="tests")
-
-
-@pytest.fixture
-def fleet(job: Job) -> ToldFleet:
-    fleet = ToldFleet.of(job.id, "gpu-01", "gpu-02", "gpu-03")
-    running(fleet, job)
-    return fleet
+pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.job_trains]
 
 
 def end(job: Job) -> None:

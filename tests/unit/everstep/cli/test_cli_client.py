@@ -96,6 +96,15 @@ def test_wrong_usage_ends_with_2_and_unreachable_server_with_4(
     assert "Is the server up?" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["job", "incident", "drill", "node"])
+@pytest.mark.parametrize("limit", ["0", "-1", "many"])
+def test_list_of_no_items_is_wrong_usage(command: str, limit: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, "list", "--limit", limit])
+    assert ended.value.code == 2
+    assert "1 or more" in capsys.readouterr().err
+
+
 def test_only_the_named_command_is_loaded() -> None:
     parser = build_parser(["node", "list"])
     assert parser.parse_args(["node", "list"]).run.__module__ == "everstep.cli.nodes"
