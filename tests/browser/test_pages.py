@@ -67,6 +67,31 @@ def test_logging_out_ends_the_session(chromium: Browser, site: Site) -> None:
         assert "/login?next=" in page.url
 
 
+@pytest.mark.parametrize("dark", [False, True])
+def test_table_that_is_cut_shows_at_which_side_there_is_more(chromium: Browser, site: Site, dark: bool) -> None:
+    with opened(chromium, site, dark=dark, width=390) as page:
+        visit(page, "/nodes")
+        page.click('[data-switch="live"]')
+        # Only the ground is looked at, not what the table happens to show there.
+        page.evaluate("document.querySelector('#nodes-table table').style.visibility = 'hidden'")
+        table = page.locator("#nodes-table")
+        box = table.bounding_box()
+        assert box is not None
+
+        def strip(x: float) -> bytes:
+            return page.screenshot(clip={"x": x, "y": box["y"] + 60, "width": 8, "height": 8})
+
+        def shadows_at(share: float) -> tuple[bool, bool]:
+            """(at the left, at the right), with the table scrolled that far."""
+            table.evaluate("(it, share) => it.scrollTo((it.scrollWidth - it.clientWidth) * share, 0)", share)
+            plain = strip(box["x"] + box["width"] / 2)
+            return strip(box["x"] + 1) != plain, strip(box["x"] + box["width"] - 9) != plain
+
+        assert shadows_at(0) == (False, True)
+        assert shadows_at(0.5) == (True, True)
+        assert shadows_at(1) == (True, False)
+
+
 def test_page_that_is_being_left_is_not_held_back_by_the_end_of_its_session(chromium: Browser, site: Site) -> None:
     """A log-out ends the session before its answer is there: the socket's end must not call the page back."""
 
