@@ -92,6 +92,30 @@ def test_table_that_is_cut_shows_at_which_side_there_is_more(chromium: Browser, 
         assert shadows_at(1) == (True, False)
 
 
+def test_names_of_nodes_are_never_broken(chromium: Browser, site: Site) -> None:
+    broken_names = """() => {
+        const walker = document.createTreeWalker(document.querySelector("main"), NodeFilter.SHOW_TEXT);
+        const found = [];
+        while (walker.nextNode()) {
+            for (const name of walker.currentNode.data.matchAll(/gpu-[0-9]+/g)) {
+                const range = document.createRange();
+                range.setStart(walker.currentNode, name.index);
+                range.setEnd(walker.currentNode, name.index + name[0].length);
+                if (new Set([...range.getClientRects()].map((box) => box.top)).size > 1)
+                    found.push(walker.currentNode.data);
+            }
+        }
+        return found;
+    }"""
+    names = ("overview", "nodes", "jobs", "job", "job that waits for a fence", "incident", "drills")
+    with opened(chromium, site) as page:
+        for width in (1280, 390):
+            page.set_viewport_size({"width": width, "height": 900})
+            for name in names:
+                page.goto(site.pages[name])
+                assert page.evaluate(broken_names) == [], (name, width)
+
+
 def test_page_that_is_being_left_is_not_held_back_by_the_end_of_its_session(chromium: Browser, site: Site) -> None:
     """A log-out ends the session before its answer is there: the socket's end must not call the page back."""
 
