@@ -116,6 +116,17 @@ def test_names_of_nodes_are_never_broken(chromium: Browser, site: Site) -> None:
                 assert page.evaluate(broken_names) == [], (name, width)
 
 
+def test_job_that_needs_a_human_says_so_and_leads_to_its_incident(chromium: Browser, site: Site) -> None:
+    with opened(chromium, site) as page:
+        page.goto(site.pages["jobs"])
+        for job, tags in (("escalated", 1), ("waiting", 1), ("recovering", 0)):
+            row = page.locator("#jobs-table tr", has=page.locator(f'a[href="/jobs/{site.ids[job]}"]'))
+            expect(row.get_by_role("link", name="Needs a human")).to_have_count(tags)
+        page.goto(f"/jobs/{site.ids['escalated']}")
+        page.locator(".title").get_by_role("link", name="Needs a human").click()
+        page.wait_for_url(f"**/incidents/{site.ids['escalated_incident']}")
+
+
 def test_page_that_is_being_left_is_not_held_back_by_the_end_of_its_session(chromium: Browser, site: Site) -> None:
     """A log-out ends the session before its answer is there: the socket's end must not call the page back."""
 
