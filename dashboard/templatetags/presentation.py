@@ -171,6 +171,7 @@ _DRILL = {
     "failed": Look("bad", "cross", "Failed", "The promise was not kept."),
     "refused": Look("warn", "hand", "Refused", "A guard or the agent's policy said no; nothing was broken."),
     "expired": Look("stale", "clock", "Expired", "It could not be applied in time; nothing was broken."),
+    "cancelled": Look("stale", "stop", "Cancelled", "The job was stopped before it had recovered: nothing was shown."),
 }
 _DRILL_KIND = {
     "kill-rank": Look("info", "bolt", "Kill a rank", "One rank ends by SIGKILL."),

@@ -127,6 +127,14 @@ def test_job_that_needs_a_human_says_so_and_leads_to_its_incident(chromium: Brow
         page.wait_for_url(f"**/incidents/{site.ids['escalated_incident']}")
 
 
+def test_drill_whose_job_was_stopped_is_shown_as_cancelled(chromium: Browser, site: Site) -> None:
+    with opened(chromium, site) as page:
+        page.goto("/drills")
+        row = page.locator("#drills-table tr", has_text="The job was stopped before it had recovered.")
+        expect(row.locator(".badge")).to_have_text("Cancelled")
+        expect(row.locator(".badge.tone-bad")).to_have_count(0)
+
+
 def test_page_that_is_being_left_is_not_held_back_by_the_end_of_its_session(chromium: Browser, site: Site) -> None:
     """A log-out ends the session before its answer is there: the socket's end must not call the page back."""
 
