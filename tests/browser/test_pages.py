@@ -135,6 +135,13 @@ def test_drill_whose_job_was_stopped_is_shown_as_cancelled(chromium: Browser, si
         expect(row.locator(".badge.tone-bad")).to_have_count(0)
 
 
+def test_job_that_has_ended_promises_nothing_any_more(chromium: Browser, site: Site) -> None:
+    with opened(chromium, site) as page:
+        page.goto("/jobs/job_4k8m2n6p9qrs")
+        expect(page.locator(".title")).to_contain_text("Succeeded")
+        expect(page.locator("#content")).not_to_contain_text(re.compile(r"\byet\b|would be|next launch|is expected"))
+
+
 def test_page_that_is_being_left_is_not_held_back_by_the_end_of_its_session(chromium: Browser, site: Site) -> None:
     """A log-out ends the session before its answer is there: the socket's end must not call the page back."""
 
