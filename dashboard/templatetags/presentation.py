@@ -413,7 +413,7 @@ def inline_code(text: str) -> SafeString:
 
 
 @register.filter
-def unbroken(told: object) -> SafeString:
+def unbroken(told: str) -> SafeString:
     """Text in which no line ends within a name such as `gpu-02`; what is longer than a name usually is may break."""
     return mark_safe(_HYPHENATED.sub(_unbroken_name, conditional_escape(told)))  # noqa: S308 (escaped right here)
 
