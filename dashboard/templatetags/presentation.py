@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from django import template
-from django.utils.html import format_html, format_html_join
-from django.utils.safestring import SafeString
+from django.utils.html import conditional_escape, format_html, format_html_join
+from django.utils.safestring import SafeString, mark_safe
 
 register = template.Library()
 
 UNKNOWN = "-"
 """Stands for a value that is not known; never 0."""
+
+LONGEST_UNBROKEN = 24
+_HYPHENATED = re.compile(r"\w[\w.]*(?:-[\w.]*\w)+")
 
 
 @dataclass(frozen=True)
@@ -167,6 +171,7 @@ _DRILL = {
     "failed": Look("bad", "cross", "Failed", "The promise was not kept."),
     "refused": Look("warn", "hand", "Refused", "A guard or the agent's policy said no; nothing was broken."),
     "expired": Look("stale", "clock", "Expired", "It could not be applied in time; nothing was broken."),
+    "cancelled": Look("stale", "stop", "Cancelled", "The job was stopped before it had recovered: nothing was shown."),
 }
 _DRILL_KIND = {
     "kill-rank": Look("info", "bolt", "Kill a rank", "One rank ends by SIGKILL."),
@@ -405,6 +410,17 @@ def inline_code(text: str) -> SafeString:
     parts = text.split("`")
     told = ((format_html("<code>{}</code>", part) if at % 2 else part,) for at, part in enumerate(parts))
     return format_html_join("", "{}", told)
+
+
+@register.filter
+def unbroken(told: str) -> SafeString:
+    """Text in which no line ends within a name such as `gpu-02`; what is longer than a name usually is may break."""
+    return mark_safe(_HYPHENATED.sub(_unbroken_name, conditional_escape(told)))  # noqa: S308 (escaped right here)
+
+
+def _unbroken_name(found: re.Match[str]) -> str:
+    name = found[0]  # escaped already
+    return f'<span class="nowrap">{name}</span>' if len(name) <= LONGEST_UNBROKEN else name
 
 
 @register.filter

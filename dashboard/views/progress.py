@@ -12,7 +12,8 @@ from recovery.queries import IncidentSummary
 class ProgressStep:
     state: str
     standing: str
-    """done, now, held (the incident stands beside the line here) or ahead."""
+    """done, now, held (the incident stands beside the line here), ahead; of an incident that ended unrecovered, ended
+    where it left the line and skipped for what would have come."""
     seconds: float | None
     """Spent in it in all; None if it was never entered."""
     started_at: float | None
@@ -43,7 +44,9 @@ def _step(incident: IncidentSummary, state: str, *, index: int, reached: int) ->
     if index < reached or incident.state == IncidentState.RECOVERED:
         standing = "done"
     elif index > reached:
-        standing = "ahead"
+        standing = "skipped" if incident.ended else "ahead"
+    elif incident.ended:
+        standing = "ended"
     else:
         standing = "now" if incident.state == state else "held"
     return ProgressStep(

@@ -316,8 +316,7 @@ def interval_words(interval: dict[str, Any]) -> str:
     wanted = interval["wanted"]
     if wanted != "auto":
         return "as the script says" if wanted is None else f"{wanted} steps"
-    chosen = "" if interval["steps"] is None else f", {interval['steps']} steps for the next launch"
-    return f"auto{chosen}: {interval['reason']}"
+    return f"auto, chosen at each launch. {interval['reason']}"
 
 
 def request_words(request: dict[str, Any] | None) -> str | None:

@@ -151,15 +151,19 @@ def judge_recovery(end: RecoveryEnd, fault: FaultProgress) -> DrillOutcome | Non
     if not (end.ended or escalated) or (fault.is_undone and fault.undone_at is None):
         return None
     reasons = []
-    if end.state != IncidentState.RECOVERED.value:
+    cancelled = end.state == IncidentState.CANCELLED.value
+    if cancelled:
+        reasons.append("The job was stopped before it had recovered.")
+    elif end.state != IncidentState.RECOVERED.value:
         reasons.append(f"The incident ended as {end.state}, not recovered.")
     elif end.total_s is None or end.total_s > end.within_s:
         reasons.append(f"Recovery took {end.total_s} s; promised were {end.within_s:.0f} s.")
-    if end.continuity not in PROVEN:
+    if end.continuity not in PROVEN and not cancelled:
         reasons.append(f"Continuity was not proven ({end.continuity or 'no verdict'}).")
     for number in end.rolled_back:
         reasons.append(f"Generation {number} resumed with broken continuity; recovery had to roll back.")
     numbers = {
+        "incident_state": end.state,
         "steps_lost": end.steps_lost,
         "recovered_s": end.total_s,
         "continuity": end.continuity,

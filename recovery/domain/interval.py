@@ -50,27 +50,43 @@ def choose_interval(inputs: IntervalInputs) -> IntervalChoice:
     """The interval for a job, with the sentence that says why."""
     rate_per_hour = (inputs.failures + 1) / (inputs.node_hours + PRIOR_NODE_HOURS)
     mtbf_s = 3600.0 / (rate_per_hour * max(1, inputs.nodes))
-    fleet = (
-        f"{inputs.failures} failure{'' if inputs.failures == 1 else 's'} in {inputs.node_hours:.0f} node-hours of the "
-        f"fleet and a prior of one in {PRIOR_NODE_HOURS:.0f} mean one in {mtbf_s / 3600:.1f} h on {inputs.nodes} "
-        f"node{'' if inputs.nodes == 1 else 's'}"
-    )
+    expected = f"{_failure_rate(inputs, mtbf_s)} ({_evidence(inputs)})"
     if not inputs.save_cost_s or not inputs.step_time_s:
         missing = "save" if not inputs.save_cost_s else "step"
-        reason = f"no {missing} of this job was measured yet: the script measures its own; {fleet}"
+        reason = f"No {missing} of this job has been measured yet, so the script measures for itself. {expected}."
         return IntervalChoice(inputs=inputs, mtbf_s=mtbf_s, interval_s=None, steps=None, reason=reason)
     best_s = daly_interval_s(inputs.save_cost_s, mtbf_s)
     interval_s = min(best_s, LONGEST_S)
     steps = max(1, round(interval_s / inputs.step_time_s))
-    capped = "" if interval_s == best_s else f", cut to {LONGEST_S / 60:.0f} minutes"
+    time = f"{grouped(best_s)} s" if interval_s == best_s else f"{LONGEST_S / 60:.0f} min, the longest that is allowed"
     return IntervalChoice(
         inputs=inputs,
         mtbf_s=mtbf_s,
         interval_s=interval_s,
         steps=steps,
-        reason=f"a save holds training up for {inputs.save_cost_s:.3g} s and a step takes {inputs.step_time_s:.3g} s; "
-        f"{fleet}: saving each {best_s:.0f} s{capped} costs least, that is each {steps} steps",
+        reason=f"A save holds training up for {inputs.save_cost_s:.3g} s, and a step takes {inputs.step_time_s:.3g} s. "
+        f"{expected}. Least time is wasted by a save every {grouped(steps)} step{'' if steps == 1 else 's'} ({time}).",
     )
+
+
+def _failure_rate(inputs: IntervalInputs, mtbf_s: float) -> str:
+    hours = mtbf_s / 3600.0
+    often = f"{grouped(hours)} h" if hours >= 10.0 else f"{hours:.1f} h"
+    return f"With {grouped(inputs.nodes)} node{'' if inputs.nodes == 1 else 's'}, a failure is expected every {often}"
+
+
+def _evidence(inputs: IntervalInputs) -> str:
+    usual = f"usual is 1 in {grouped(PRIOR_NODE_HOURS)} node-hours"
+    if not inputs.failures and inputs.node_hours < 1.0:
+        return f"{usual}; this fleet has too little history to tell"
+    counted = f"{grouped(inputs.failures) if inputs.failures else 'no'} failure{'' if inputs.failures == 1 else 's'}"
+    hours = f"{grouped(inputs.node_hours)} node-hours" if inputs.node_hours >= 1.5 else "its first node-hour"
+    return f"{usual}; this fleet had {counted} in {hours}"
+
+
+def grouped(value: float) -> str:
+    """A whole number with thin spaces between its thousands, as the pages write all others."""
+    return f"{value:,.0f}".replace(",", "\u2009")
 
 
 def daly_interval_s(save_cost_s: float, mtbf_s: float) -> float:

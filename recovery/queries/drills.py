@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from recovery.domain.incident import IncidentState
 from recovery.errors import NotFound
 from recovery.models import Drill, IncidentRow
 from recovery.queries.page import Position
@@ -40,6 +41,12 @@ class DrillView:
     incident: str | None
     result: dict[str, Any]
     """{"passed": bool, "reasons": [...], "incident": id or None, and numbers} once the drill has ended, else empty."""
+
+    @property
+    def standing(self) -> str:
+        """The state, or `cancelled` where the job was stopped before anybody could say whether the promise held."""
+        stopped = self.result.get("incident_state") == IncidentState.CANCELLED.value
+        return "cancelled" if self.state == "failed" and stopped else self.state
 
 
 def list_drills(

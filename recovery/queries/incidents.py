@@ -10,7 +10,6 @@ from typing import Any
 from django.db.models import Count
 
 from recovery.domain.awaited_fences import FenceHelp, awaited_fences
-from recovery.domain.breaker import BreakerState
 from recovery.domain.incident import ENDS, IncidentState
 from recovery.domain.policy import Policy
 from recovery.domain.silence import Contact
@@ -19,19 +18,9 @@ from recovery.fence_providers import configured_provider
 from recovery.models import FenceAction, IncidentRow, TimelineEntry
 from recovery.queries.jobs import ProofView, proofs_of
 from recovery.queries.moment import moment
+from recovery.queries.needs_human import NEEDS_HUMAN
 from recovery.queries.page import Position
 from recovery.store.situations import CONTROL_PLANE, load_fleet, load_generations
-
-NEEDS_HUMAN: frozenset[str] = frozenset(
-    {
-        IncidentState.ESCALATED.value,
-        IncidentState.AWAITING_APPROVAL.value,
-        IncidentState.PAUSED.value,
-        IncidentState.WAITING_FOR_FENCE.value,
-        BreakerState.OPEN.value,
-        BreakerState.CONTACT_RESTORED.value,
-    }
-)
 
 WAITS_FOR_FENCES = frozenset(
     {IncidentState.DETECTED.value, IncidentState.STOPPING.value, IncidentState.WAITING_FOR_FENCE.value}

@@ -16,6 +16,7 @@ from recovery.domain.silence import Contact
 from recovery.errors import NotFound
 from recovery.models import CheckpointRow, GenerationRow, IncidentRow, Job, RankRow, ShareRow
 from recovery.queries.moment import moment
+from recovery.queries.needs_human import NEEDS_HUMAN
 from recovery.queries.page import Position
 from recovery.store.situations import generation_view, load_fleet
 
@@ -79,6 +80,8 @@ class JobSummary:
     ended_at: float | None
     stop_wanted: bool
     open_incident: str | None
+    needs_human: bool
+    """Its open incident waits for a person."""
     last_checkpoint_step: int | None
 
 
@@ -226,7 +229,8 @@ def _summaries(rows: Sequence[Job], *, now: float) -> list[dict[str, Any]]:
     if not ids:
         return []
     plans = _newest_plans(ids)
-    incidents = dict(IncidentRow.objects.filter(job__in=ids, ended=False).values_list("job_id", "id"))
+    open_ones = IncidentRow.objects.filter(job__in=ids, ended=False).values_list("job_id", "id", "state")
+    incidents = {job: (incident, state) for job, incident, state in open_ones}
     checkpoints = _newest_checkpoint_steps(ids)
     unseen = _unseen_nodes(rows, now=now)
     ranges = {row.id: _node_range(row.spec) for row in rows}
@@ -252,7 +256,8 @@ def _summaries(rows: Sequence[Job], *, now: float) -> list[dict[str, Any]]:
             "started_at": row.started_at,
             "ended_at": row.ended_at,
             "stop_wanted": row.stop_wanted,
-            "open_incident": incidents.get(row.id),
+            "open_incident": incidents[row.id][0] if row.id in incidents else None,
+            "needs_human": row.id in incidents and incidents[row.id][1] in NEEDS_HUMAN,
             "last_checkpoint_step": checkpoints.get(row.id),
         }
         for row in rows

@@ -67,6 +67,81 @@ def test_logging_out_ends_the_session(chromium: Browser, site: Site) -> None:
         assert "/login?next=" in page.url
 
 
+@pytest.mark.parametrize("dark", [False, True])
+def test_table_that_is_cut_shows_at_which_side_there_is_more(chromium: Browser, site: Site, dark: bool) -> None:
+    with opened(chromium, site, dark=dark, width=390) as page:
+        visit(page, "/nodes")
+        page.click('[data-switch="live"]')
+        # Only the ground is looked at, not what the table happens to show there.
+        page.evaluate("document.querySelector('#nodes-table table').style.visibility = 'hidden'")
+        table = page.locator("#nodes-table")
+        box = table.bounding_box()
+        assert box is not None
+
+        def strip(x: float) -> bytes:
+            return page.screenshot(clip={"x": x, "y": box["y"] + 60, "width": 8, "height": 8})
+
+        def shadows_at(share: float) -> tuple[bool, bool]:
+            """(at the left, at the right), with the table scrolled that far."""
+            table.evaluate("(it, share) => it.scrollTo((it.scrollWidth - it.clientWidth) * share, 0)", share)
+            plain = strip(box["x"] + box["width"] / 2)
+            return strip(box["x"] + 1) != plain, strip(box["x"] + box["width"] - 9) != plain
+
+        assert shadows_at(0) == (False, True)
+        assert shadows_at(0.5) == (True, True)
+        assert shadows_at(1) == (True, False)
+
+
+def test_names_of_nodes_are_never_broken(chromium: Browser, site: Site) -> None:
+    broken_names = """() => {
+        const walker = document.createTreeWalker(document.querySelector("main"), NodeFilter.SHOW_TEXT);
+        const found = [];
+        while (walker.nextNode()) {
+            for (const name of walker.currentNode.data.matchAll(/gpu-[0-9]+/g)) {
+                const range = document.createRange();
+                range.setStart(walker.currentNode, name.index);
+                range.setEnd(walker.currentNode, name.index + name[0].length);
+                if (new Set([...range.getClientRects()].map((box) => box.top)).size > 1)
+                    found.push(walker.currentNode.data);
+            }
+        }
+        return found;
+    }"""
+    names = ("overview", "nodes", "jobs", "job", "job that waits for a fence", "incident", "drills")
+    with opened(chromium, site) as page:
+        for width in (1280, 390):
+            page.set_viewport_size({"width": width, "height": 900})
+            for name in names:
+                page.goto(site.pages[name])
+                assert page.evaluate(broken_names) == [], (name, width)
+
+
+def test_job_that_needs_a_human_says_so_and_leads_to_its_incident(chromium: Browser, site: Site) -> None:
+    with opened(chromium, site) as page:
+        page.goto(site.pages["jobs"])
+        for job, tags in (("escalated", 1), ("waiting", 1), ("recovering", 0)):
+            row = page.locator("#jobs-table tr", has=page.locator(f'a[href="/jobs/{site.ids[job]}"]'))
+            expect(row.get_by_role("link", name="Needs a human")).to_have_count(tags)
+        page.goto(f"/jobs/{site.ids['escalated']}")
+        page.locator(".title").get_by_role("link", name="Needs a human").click()
+        page.wait_for_url(f"**/incidents/{site.ids['escalated_incident']}")
+
+
+def test_drill_whose_job_was_stopped_is_shown_as_cancelled(chromium: Browser, site: Site) -> None:
+    with opened(chromium, site) as page:
+        page.goto("/drills")
+        row = page.locator("#drills-table tr", has_text="The job was stopped before it had recovered.")
+        expect(row.locator(".badge")).to_have_text("Cancelled")
+        expect(row.locator(".badge.tone-bad")).to_have_count(0)
+
+
+def test_job_that_has_ended_promises_nothing_any_more(chromium: Browser, site: Site) -> None:
+    with opened(chromium, site) as page:
+        page.goto("/jobs/job_4k8m2n6p9qrs")
+        expect(page.locator(".title")).to_contain_text("Succeeded")
+        expect(page.locator("#content")).not_to_contain_text(re.compile(r"\byet\b|would be|next launch|is expected"))
+
+
 def test_page_that_is_being_left_is_not_held_back_by_the_end_of_its_session(chromium: Browser, site: Site) -> None:
     """A log-out ends the session before its answer is there: the socket's end must not call the page back."""
 

@@ -252,16 +252,17 @@ def _other_jobs(now: float) -> None:
     make_job("job_7d3f8g2h5jkm", "tiny-gpt-ablation", "pending", now, submitted_at=now - 40, last_step=None,
          reason="Waiting for nodes: 1 of 2 ready nodes is free.")  # fmt: skip
     node = Node.objects.get(name="gpu-03")
-    for index, (state, reasons) in enumerate(
+    for index, (state, reasons, numbers) in enumerate(
         (
-            ("failed", ["Recovery took 148.2 s; promised were 120 s."]),
-            ("refused", ["The agent's policy does not allow faults on this node."]),
-            ("expired", ["The agent did not apply the fault in time."]),
+            ("failed", ["Recovery took 148.2 s; promised were 120 s."], {}),
+            ("refused", ["The agent's policy does not allow faults on this node."], {}),
+            ("expired", ["The agent did not apply the fault in time."], {}),
+            ("failed", ["The job was stopped before it had recovered."], {"incident_state": "cancelled"}),
         )
     ):
         make_drill(f"drl_{index}p{index}q{index}r{index}s2t4v", job, node, now, state=state, ended=True,
                requested_at=now - 200_000 - 7000 * index, ended_at=now - 199_000 - 7000 * index,
-               result={"passed": False, "reasons": reasons, "incident": None})  # fmt: skip
+               result={"passed": False, "reasons": reasons, "incident": None, **numbers})  # fmt: skip
 
 
 def _node_drills(nodes: dict[str, Node], now: float) -> None:

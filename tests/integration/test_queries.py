@@ -143,6 +143,18 @@ def test_job_shows_its_newest_generation_its_checkpoint_and_its_open_incident() 
     assert (seen.incidents_count, seen.last_checkpoint and seen.last_checkpoint.directory) == (2, "/c/1/100")
 
 
+@pytest.mark.parametrize(
+    ("state", "needs_human"), [("verifying", False), ("escalated", True), ("waiting_for_fence", True)]
+)
+def test_job_needs_a_human_as_long_as_its_open_incident_does(state: str, needs_human: bool) -> None:
+    job = make_job("job_a", state="recovering")
+    incident = make_incident(job, "inc_b", state=state)
+    assert [one.needs_human for one in queries.list_jobs()] == [needs_human]
+    incident.ended = True
+    incident.save()
+    assert [one.needs_human for one in queries.list_jobs()] == [False]
+
+
 def test_checkpoints_go_on_after_a_position() -> None:
     make_story()
     assert [one.step for one in queries.job_checkpoints("job_a")] == [100, 50]

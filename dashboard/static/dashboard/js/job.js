@@ -139,7 +139,7 @@ function draw() {
   const shown = curves.curves(canonical);
   note.hidden = !curves.isEmpty;
   if (curves.isEmpty) {
-    note.textContent = "No rank has reported a step yet. The curve starts with the first one.";
+    note.textContent = note.dataset.nothing;
     return;
   }
   const losses = aligned(shown, (point) => point.loss);

@@ -92,6 +92,18 @@ def test_code_between_backticks_is_marked_and_escaped() -> None:
     assert presentation.inline_code("Send `a <b>` & go.") == "Send <code>a &lt;b&gt;</code> &amp; go."
 
 
+def test_names_with_hyphens_stay_on_one_line_and_are_escaped() -> None:
+    told = presentation.unbroken("Moved <llm> to gpu-02, not to eu.west-1a.")
+    assert told == (
+        'Moved &lt;llm&gt; to <span class="nowrap">gpu-02</span>, not to <span class="nowrap">eu.west-1a</span>.'
+    )
+
+
+def test_words_longer_than_a_name_may_break_at_their_hyphens() -> None:
+    long = "a-very-long-word-of-many-hyphens"
+    assert presentation.unbroken(long) == long
+
+
 def test_state_of_a_newer_version_is_shown_by_its_name() -> None:
     assert "Being moved" in presentation.badge("job", "being_moved")
 

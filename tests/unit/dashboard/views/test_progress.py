@@ -43,6 +43,11 @@ def test_incident_beside_the_line_is_held_where_it_left_it() -> None:
     assert standings(shown) == ["done", "done", "held", "ahead", "ahead", "ahead"]
 
 
+def test_incident_that_ended_unrecovered_has_nothing_ahead() -> None:
+    shown = incident("cancelled", ("detected", 0.1), ("stopping", 0.4), ("placing", 1.0), ended=True)
+    assert standings(shown) == ["done", "done", "ended", "skipped", "skipped", "skipped"]
+
+
 def test_second_attempt_adds_its_time_and_is_counted() -> None:
     shown = incident("stopping", ("detected", 0.1), ("stopping", 0.4), ("placing", 1.0), ("stopping", 0.6))
     stopping = progress_of(shown)[1]

@@ -63,6 +63,13 @@ def test_recovered_drill_waits_while_its_incident_is_open() -> None:
     assert judge_recovery(replace(END, state="waiting_for_fence", ended=False), FAULT) is None
 
 
+def test_drill_whose_job_was_stopped_says_so_and_nothing_of_continuity() -> None:
+    outcome = judge_recovery(replace(END, state="cancelled", total_s=None, continuity=""), FAULT)
+    assert outcome is not None and not outcome.passed
+    assert outcome.reasons == ("The job was stopped before it had recovered.",)
+    assert outcome.numbers["incident_state"] == "cancelled"
+
+
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
