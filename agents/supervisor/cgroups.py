@@ -45,6 +45,7 @@ class ControlGroup:
     def create(self) -> None:
         """Raises `OSError`."""
         self.path.mkdir(parents=True, exist_ok=True)
+        _date(self.path)
 
     @property
     def populated(self) -> bool:
@@ -117,8 +118,8 @@ class NodeGroups:
             try:
                 self._root.mkdir(exist_ok=True)
                 held = _lock(self._root, fcntl.LOCK_SH)
-            except BlockingIOError:
-                time.sleep(_HOLD_PAUSE_S)  # another agent looks whether it is left over
+            except (BlockingIOError, FileNotFoundError, FileExistsError):
+                time.sleep(_HOLD_PAUSE_S)  # another agent looks whether it is left over, or has removed it just now
                 continue
             except OSError as err:
                 log.debug("the control group cannot be locked", path=self._root, error=err)
@@ -126,8 +127,10 @@ class NodeGroups:
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(held), self._root.stat()):
                     self._held = held
+                    _date(self._root)
                     return
             os.close(held)  # it was removed just before the lock
+        log.debug("the control group is still held by somebody who looks at it", path=self._root)
 
     def leave(self) -> None:
         """Remove the directory if nothing runs in it any more."""
@@ -162,9 +165,11 @@ class NodeGroups:
         for place in dict.fromkeys((mount, mount / _own_group().lstrip("/"))):
             root = place / f"everstep-{node}-{state}"
             try:
-                root.mkdir(exist_ok=True)
                 probe = ControlGroup(root / f"probe-{os.getpid()}")
-                probe.create()
+                try:
+                    probe.create()
+                except (FileNotFoundError, FileExistsError):  # another agent has just removed what was left here
+                    probe.create()
                 usable = os.access(probe.path / "cgroup.procs", os.W_OK) and os.access(place / "cgroup.procs", os.W_OK)
                 probe.remove()
             except OSError:
@@ -172,6 +177,12 @@ class NodeGroups:
             if usable:
                 return cls(root)
         return None
+
+
+def _date(directory: Path) -> None:
+    """Write down how old it is: unasked, the kernel forgets it with the inode."""
+    with contextlib.suppress(OSError):
+        os.utime(directory)
 
 
 def _remove_if_left_over(path: Path, *, now: float) -> bool:

@@ -7,6 +7,7 @@ shared thread per message.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import time
@@ -64,8 +65,11 @@ class BrowserConsumer(AsyncConsumer):
                 if not isinstance(task.exception(), (OSError, type(None))):
                     task.result()
             # Closed only once nothing tells any more: a frame behind the close is an error of the server.
-            if done == {signed_out}:
-                await send({"type": "websocket.close", "code": CLOSE_SIGNED_OUT, "reason": "The session has ended."})
+            if done == {signed_out} and signed_out.exception() is None:
+                with contextlib.suppress(OSError):  # the browser may have gone meanwhile
+                    await send(
+                        {"type": "websocket.close", "code": CLOSE_SIGNED_OUT, "reason": "The session has ended."}
+                    )
 
 
 async def _until_gone(receive: Any) -> None:

@@ -18,7 +18,7 @@ UNKNOWN = "-"
 """Stands for a value that is not known; never 0."""
 
 LONGEST_UNBROKEN = 24
-_HYPHENATED = re.compile(r"\w[\w.]*(?:-[\w.]*\w)+")
+_HYPHENATED = re.compile(r"(?<![\w.])\w[\w.]*(?:-[\w.]*\w)+")
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,9 @@ _INCIDENT = {
     "paused": Look("warn", "pause", "Paused", "An operator has paused this recovery."),
     "escalated": Look("bad", "hand", "Needs a human", "Everstep does not go on by itself here."),
     "recovered": Look("good", "check", "Recovered", "Training goes on."),
-    "cancelled": Look("stale", "cross", "Cancelled", "The job was stopped, so that there is nothing to recover."),
+    "cancelled": Look(
+        "stale", "cross", "Cancelled", "Nothing is recovered any more: the job was stopped, or found running."
+    ),
     "false_alarm": Look("stale", "check", "False alarm", "Nothing was broken."),
     "closed_by_operator": Look("stale", "cross", "Closed by operator", "A person closed this incident."),
     # Where an incident of the control plane stands.
@@ -171,7 +173,9 @@ _DRILL = {
     "failed": Look("bad", "cross", "Failed", "The promise was not kept."),
     "refused": Look("warn", "hand", "Refused", "A guard or the agent's policy said no; nothing was broken."),
     "expired": Look("stale", "clock", "Expired", "It could not be applied in time; nothing was broken."),
-    "cancelled": Look("stale", "stop", "Cancelled", "The job was stopped before it had recovered: nothing was shown."),
+    "cancelled": Look(
+        "stale", "stop", "Cancelled", "Its incident was cancelled before it had recovered: nothing was shown."
+    ),
 }
 _DRILL_KIND = {
     "kill-rank": Look("info", "bolt", "Kill a rank", "One rank ends by SIGKILL."),

@@ -86,6 +86,10 @@ class RecoveryEnd:
     """From the fault to the last of them."""
     rolled_back: tuple[int, ...] = ()
     """Generations that resumed with broken continuity on the way."""
+    lasted_s: float | None = None
+    """From the fault to the incident's end, whatever the end was."""
+    escalation: str = ""
+    """What a person was asked for on the way."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +149,10 @@ def too_late(fault: FaultProgress, *, now: float, needs_incident: bool, has_inci
     return None
 
 
+CANCELLED = "Its incident was cancelled before it had recovered."
+"""Where it is the only reason, nothing is known against the promise."""
+
+
 def judge_recovery(end: RecoveryEnd, fault: FaultProgress) -> DrillOutcome | None:
     """Judge a drill that promised recovery, once its incident has ended and its fault is undone."""
     escalated = end.state == IncidentState.ESCALATED.value
@@ -153,17 +161,20 @@ def judge_recovery(end: RecoveryEnd, fault: FaultProgress) -> DrillOutcome | Non
     reasons = []
     cancelled = end.state == IncidentState.CANCELLED.value
     if cancelled:
-        reasons.append("The job was stopped before it had recovered.")
+        reasons.append(CANCELLED)
+        if end.lasted_s is not None and end.lasted_s > end.within_s:
+            reasons.append(f"It was under way for {end.lasted_s:.0f} s; promised were {end.within_s:.0f} s.")
+        if end.escalation:
+            reasons.append(f"It had asked for a person before: {end.escalation}")
     elif end.state != IncidentState.RECOVERED.value:
         reasons.append(f"The incident ended as {end.state}, not recovered.")
     elif end.total_s is None or end.total_s > end.within_s:
         reasons.append(f"Recovery took {end.total_s} s; promised were {end.within_s:.0f} s.")
-    if end.continuity not in PROVEN and not cancelled:
+    if end.continuity not in PROVEN and (end.continuity or not cancelled):
         reasons.append(f"Continuity was not proven ({end.continuity or 'no verdict'}).")
     for number in end.rolled_back:
         reasons.append(f"Generation {number} resumed with broken continuity; recovery had to roll back.")
     numbers = {
-        "incident_state": end.state,
         "steps_lost": end.steps_lost,
         "recovered_s": end.total_s,
         "continuity": end.continuity,

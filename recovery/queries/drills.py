@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from recovery.domain.incident import IncidentState
+from recovery.domain.drill_promises import CANCELLED
 from recovery.errors import NotFound
 from recovery.models import Drill, IncidentRow
 from recovery.queries.page import Position
@@ -44,9 +44,8 @@ class DrillView:
 
     @property
     def standing(self) -> str:
-        """The state, or `cancelled` where the job was stopped before anybody could say whether the promise held."""
-        stopped = self.result.get("incident_state") == IncidentState.CANCELLED.value
-        return "cancelled" if self.state == "failed" and stopped else self.state
+        """The state, or `cancelled` where the incident was before anybody could say whether the promise held."""
+        return "cancelled" if self.result.get("reasons") == [CANCELLED] else self.state
 
 
 def list_drills(

@@ -65,7 +65,9 @@ def recovery_end(drill: Drill, incident: IncidentRow) -> RecoveryEnd:
     receipt = incident.receipt or {}
     verdict = receipt.get("verdict") or {}
     broken = drill.job.generations.filter(
-        number__gt=drill.generation_number, number__lte=receipt.get("generation", 0), broken_continuity=True
+        number__gt=drill.generation_number,
+        number__lte=receipt.get("generation", drill.job.generation),
+        broken_continuity=True,
     )
     return RecoveryEnd(
         state=incident.state,
@@ -80,6 +82,8 @@ def recovery_end(drill: Drill, incident: IncidentRow) -> RecoveryEnd:
             if proof.get("generation", drill.generation_number) == drill.generation_number
         },
         fence_s=receipt.get("stop_s"),
+        lasted_s=None if incident.ended_at is None else incident.ended_at - incident.body["fault_at"],
+        escalation=incident.body["escalation"],
         rolled_back=tuple(broken.order_by("number").values_list("number", flat=True)),
     )
 

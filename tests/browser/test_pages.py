@@ -130,7 +130,7 @@ def test_job_that_needs_a_human_says_so_and_leads_to_its_incident(chromium: Brow
 def test_drill_whose_job_was_stopped_is_shown_as_cancelled(chromium: Browser, site: Site) -> None:
     with opened(chromium, site) as page:
         page.goto("/drills")
-        row = page.locator("#drills-table tr", has_text="The job was stopped before it had recovered.")
+        row = page.locator("#drills-table tr", has_text="Its incident was cancelled before it had recovered.")
         expect(row.locator(".badge")).to_have_text("Cancelled")
         expect(row.locator(".badge.tone-bad")).to_have_count(0)
 

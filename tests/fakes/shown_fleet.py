@@ -257,7 +257,7 @@ def _other_jobs(now: float) -> None:
             ("failed", ["Recovery took 148.2 s; promised were 120 s."], {}),
             ("refused", ["The agent's policy does not allow faults on this node."], {}),
             ("expired", ["The agent did not apply the fault in time."], {}),
-            ("failed", ["The job was stopped before it had recovered."], {"incident_state": "cancelled"}),
+            ("failed", ["Its incident was cancelled before it had recovered."], {}),
         )
     ):
         make_drill(f"drl_{index}p{index}q{index}r{index}s2t4v", job, node, now, state=state, ended=True,

@@ -69,7 +69,8 @@ def test_kills_agent_and_generation_and_holds_the_next_agent_down(node: DrilledN
     time.sleep(1.0)
     assert len(node.starts()) == 1, "it must stay away"
     wait_until(lambda: len(node.starts()) == 2)
-    assert time.time() - (node.noted().applied_at or 0.0) > 1.5
+    applied_at = node.noted().applied_at
+    assert applied_at is not None and time.time() - applied_at > 1.5
     assert node.starts()[1] == supervised.pid
     assert keeping.wait(5) == 0
     assert node.noted().undone_detail == f"The agent is back as process {supervised.pid}."

@@ -16,6 +16,8 @@ from typing import Any
 
 SECONDS_TOLERANCE = 0.5
 """Server and ranks share one clock here; what differs is delivery and polling, all of it well below half a second."""
+MOST_UNCERTAIN_S = 2.0
+"""However busy the machine is, nothing is excused by more than that."""
 SILENCE_TOLERANCE_S = 2.5
 """Of a node that fell silent the server knows its last heartbeat: they come each second, and are kept each second."""
 LEAST_SAVE_INTERVAL = 20
@@ -263,7 +265,7 @@ def audit(
         first_step_s=_since(fault_at, (_first_after(story, parent) for story in after)),
         caught_up_s=_since(fault_at, (_first_after(story, reached) for story in after)),
         largest_beat_gap_s=max(story.largest_gap_s for story in (*before, *after)),
-        uncertain_s=killed.largest_gap_s + lateness_s,
+        uncertain_s=min(killed.largest_gap_s + lateness_s, MOST_UNCERTAIN_S),
         overlap_margin_s=margin,
         wrong=tuple(wrong),
     )

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from recovery.domain.drill_promises import (
+    CANCELLED,
     INCIDENT_WITHIN_S,
     SETTLE_S,
     SETTLED_WITHIN_S,
@@ -63,11 +64,27 @@ def test_recovered_drill_waits_while_its_incident_is_open() -> None:
     assert judge_recovery(replace(END, state="waiting_for_fence", ended=False), FAULT) is None
 
 
-def test_drill_whose_job_was_stopped_says_so_and_nothing_of_continuity() -> None:
-    outcome = judge_recovery(replace(END, state="cancelled", total_s=None, continuity=""), FAULT)
+STOPPED = replace(END, state="cancelled", total_s=None, continuity="", lasted_s=119.0)
+
+
+def test_drill_whose_incident_was_cancelled_says_so_and_nothing_of_continuity() -> None:
+    outcome = judge_recovery(STOPPED, FAULT)
     assert outcome is not None and not outcome.passed
-    assert outcome.reasons == ("The job was stopped before it had recovered.",)
-    assert outcome.numbers["incident_state"] == "cancelled"
+    assert outcome.reasons == (CANCELLED,)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"lasted_s": 200.0}, "It was under way for 200 s; promised were 120 s."),
+        ({"escalation": "Continuity broke twice."}, "It had asked for a person before: Continuity broke twice."),
+        ({"continuity": "broken"}, "Continuity was not proven (broken)."),
+        ({"rolled_back": (2,)}, "Generation 2 resumed with broken continuity; recovery had to roll back."),
+    ],
+)
+def test_cancelled_drill_tells_what_was_broken_already(changed: dict[str, Any], words: str) -> None:
+    outcome = judge_recovery(replace(STOPPED, **changed), FAULT)
+    assert outcome is not None and outcome.reasons == (CANCELLED, words)
 
 
 @pytest.mark.parametrize(
