@@ -74,7 +74,14 @@ def shrunk_world() -> World:
     return world
 
 
-def judge(folder: Path, world: World, *, exits: dict[int, float] | None = None, new_world: int | None = None) -> Audit:
+def judge(
+    folder: Path,
+    world: World,
+    *,
+    exits: dict[int, float] | None = None,
+    new_world: int | None = None,
+    lateness_s: float = 0.0,
+) -> Audit:
     write_world(folder, world)
     return audit(
         read_stories(folder, JOB),
@@ -82,4 +89,5 @@ def judge(folder: Path, world: World, *, exits: dict[int, float] | None = None, 
         opened_at=FAULT + 0.1,
         exits={100: FAULT + 0.31, 101: FAULT} if exits is None else exits,
         new_world=new_world,
+        lateness_s=lateness_s,
     )

@@ -171,6 +171,20 @@ def test_finds_seconds_that_the_receipt_has_wrong(tmp_path: Path, name: str) -> 
         assert any(name in words for words in disagreements(found, receipt_of(found) | {name: wrong}))
 
 
+def test_a_late_look_at_exits_widens_the_seconds_by_as_much_and_not_without_end(tmp_path: Path) -> None:
+    for lateness_s, accepted_s, refused_s in [(1.0, 1.4, 1.6), (60.0, 2.4, 2.6)]:
+        found = judge(tmp_path, good_world(), lateness_s=lateness_s)
+        claimed = receipt_of(found)
+        assert disagreements(found, claimed | {"detect_s": found.detect_s + accepted_s}) == []
+        assert len(disagreements(found, claimed | {"detect_s": found.detect_s + refused_s})) == 1
+
+
+def test_of_ranks_whose_exits_were_seen_as_one_the_first_to_fall_silent_was_hit(tmp_path: Path) -> None:
+    together = {100: FAULT + 0.31, 101: FAULT + 0.311}
+    assert judge(tmp_path, good_world(), exits=together).killed_rank == 0
+    assert judge(tmp_path, good_world(), exits=together, lateness_s=0.1).killed_rank == 1
+
+
 @pytest.mark.parametrize("name", ["steps_lost", "steps_compared", "generation", "reached_step", "parent_step"])
 def test_finds_integers_that_the_receipt_has_wrong(tmp_path: Path, name: str) -> None:
     found = judge(tmp_path, good_world())
