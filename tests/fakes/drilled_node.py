@@ -142,6 +142,11 @@ def state_of(pid: int) -> str:
     return "" if process is None else process.state
 
 
+def goes_on(pid: int) -> bool:
+    """Whether a process is there and not stopped; it may wait for a disk."""
+    return state_of(pid) in ("S", "R", "D")
+
+
 def wait_until(condition: Callable[[], object], *, within_s: float = 60.0) -> None:
     limit = time.monotonic() + within_s
     while not condition():

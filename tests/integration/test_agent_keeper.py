@@ -15,7 +15,7 @@ from agents.boot_clock import boottime_ns
 from agents.faults import keeper
 from agents.faults.kept_fault import KeptFile, KeptStep
 from agents.faults.tombstone import read_tombstone, tombstone_path
-from tests.fakes.drilled_node import DrilledNode, state_of, wait_until
+from tests.fakes.drilled_node import DrilledNode, goes_on, state_of, wait_until
 
 RANK = Path(__file__).resolve().parents[1] / "fakes" / "talking_rank.py"
 
@@ -55,7 +55,7 @@ def test_freezes_all_and_wakes_all(node: DrilledNode) -> None:
     assert [state_of(pid) for pid in frozen] == ["T"] * 4
     wait_until(lambda: node.noted().step is KeptStep.UNDONE)
     assert 2.5 < time.monotonic() - began < 12.0
-    wait_until(lambda: all(state_of(pid) == "S" for pid in frozen))
+    wait_until(lambda: all(goes_on(pid) for pid in frozen))
     assert keeping.wait(5) == 0
     assert node.noted().detail == "SIGSTOP to 4 processes: the agent, the runner and all below it"
 
@@ -89,7 +89,7 @@ def test_starts_the_agent_itself_when_nobody_does(
     assert keeping.wait(5) == 0
     pid = node.starts()[1]
     assert node.noted().undone_detail == f"Nobody else started the agent: the keeper did, as process {pid}."
-    assert state_of(pid) == "S"
+    assert goes_on(pid)
     assert Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[1:-1] == [
         os.fsencode(word) for word in node.agent_argv[1:]
     ]
@@ -108,7 +108,7 @@ def test_isolated_ranks_hear_nothing_of_each_other_and_go_on_afterwards(
     time.sleep(1.0)
     assert len(heard(tmp_path, node.name)) <= deaf + 1, "the isolated rank hears nothing"
     assert len(heard(tmp_path, other.name)) == silent, "and its peer hears nothing of it"
-    assert state_of(node.runner.pid) == state_of(other.runner.pid) == "S", "nobody had to be stopped for it"
+    assert goes_on(node.runner.pid) and goes_on(other.runner.pid), "nobody had to be stopped for it"
     assert node.noted().step is KeptStep.APPLIED
     assert keeping.wait(10) == 0
     for name in (node.name, other.name):
@@ -128,7 +128,7 @@ def test_isolation_is_refused_where_there_is_nothing_to_cut(node: DrilledNode) -
 def test_comes_too_late_for_its_deadline(node: DrilledNode) -> None:
     assert node.keeper(node.fault("freeze-node", duration_s=2.0, not_after_s=-0.1)).wait(10) == 0
     assert node.noted().step is KeptStep.EXPIRED
-    assert state_of(node.agent.pid) == "S"
+    assert goes_on(node.agent.pid)
 
 
 class Killed(BaseException):
@@ -152,7 +152,7 @@ def test_all_that_undoing_takes_is_on_disk_before_the_fault(
     noted = node.noted()
     assert noted.step is KeptStep.DOING
     assert noted.undo_at_ns >= before + 5_000_000_000
-    assert state_of(node.agent.pid) == "S"
+    assert goes_on(node.agent.pid)
 
 
 @pytest.mark.parametrize("signals_sent", [1, 2, 3])
@@ -176,7 +176,7 @@ def test_a_keeper_that_dies_while_it_freezes_leaves_nobody_frozen_for_the_next_o
     wait_until(lambda: [state_of(pid) for pid in everyone].count("T") == signals_sent)
     assert node.keeper(file).wait(10) == 0
     assert node.noted().step is KeptStep.UNDONE
-    wait_until(lambda: [state_of(pid) for pid in everyone] == ["S"] * 4)
+    wait_until(lambda: all(goes_on(pid) for pid in everyone))
 
 
 @pytest.mark.parametrize("kind", ["freeze-node", "isolate-node"])
@@ -196,7 +196,7 @@ def test_the_next_keeper_undoes_what_a_killed_one_did(
     noted = node.noted()
     assert noted.step is KeptStep.UNDONE
     assert (noted.applied_at, noted.undo_at_ns) == (begun.applied_at, begun.undo_at_ns), "it was not done again"
-    assert state_of(node.agent.pid) == "S"
+    assert goes_on(node.agent.pid)
     wait_until(lambda: len(heard(tmp_path, node.name)) > silent + 20)
 
 
@@ -223,7 +223,7 @@ def test_undoes_at_once_when_asked_to_end(node: DrilledNode) -> None:
     keeping.terminate()
     assert keeping.wait(5) == 0
     assert node.noted().step is KeptStep.UNDONE
-    wait_until(lambda: state_of(node.agent.pid) == "S")
+    wait_until(lambda: goes_on(node.agent.pid))
 
 
 def test_of_an_earlier_boot_nothing_is_left_to_undo(node: DrilledNode) -> None:

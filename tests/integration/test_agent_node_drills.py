@@ -30,7 +30,7 @@ from agents.protocol.messages import (
 from agents.supervisor.cgroups import ControlGroup, cgroup2_mount
 from tests.fakes.agent_process import AgentProcess
 from tests.fakes.agent_server import FakeAgentServer
-from tests.fakes.drilled_node import state_of
+from tests.fakes.drilled_node import goes_on, state_of
 
 WITH_AND_WITHOUT_CGROUPS = pytest.mark.parametrize(
     "agent", [(), ("--no-cgroup",)], indirect=True, ids=["cgroup", "no cgroup"]
@@ -230,7 +230,7 @@ async def test_freeze_stops_everyone_and_wakes_everyone(agent: AgentProcess) -> 
     applied, undone = await both_told(agent)
     assert 5.9 < undone.at - applied.at < 6.0 + LATE_S
     assert "SIGSTOP to 3 processes" in applied.detail
-    await until(lambda: all(state_of(pid) in "SR" for pid in frozen))
+    await until(lambda: all(goes_on(pid) for pid in frozen))
     made = len(steps(server))
     await server.until(lambda: len(steps(server)) > made + 5)
     unharmed(server)
@@ -342,7 +342,7 @@ async def test_a_keeper_outlives_the_end_of_the_generation(
     os.kill(rank_pids(agent.server)[0], signal.SIGKILL)
     await until(lambda: not agent.marked())
     await asyncio.sleep(0.5)
-    assert state_of(keeper) in ("S", "R")
+    assert goes_on(keeper)
     assert "gone" not in (talk / "rank-1.heard").read_text(), "a dead rank of an isolated node says no farewell"
     _, undone = await both_told(agent)
     assert undone.detail.startswith("1 of 1 connections")
@@ -372,7 +372,7 @@ async def test_the_next_agent_undoes_what_a_killed_keeper_left(agent: AgentProce
     assert [state_of(pid) for pid in everyone] == ["T", "T"]
     applied, undone = await both_told(agent)
     assert 9.9 < undone.at - applied.at < 10.0 + LATE_S, "not before its time"
-    await until(lambda: all(state_of(pid) in "SR" for pid in everyone))
+    await until(lambda: all(goes_on(pid) for pid in everyone))
     await server.until(lambda: len(steps(server)) > 50)
     unharmed(server)
 
