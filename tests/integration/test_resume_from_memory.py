@@ -161,7 +161,8 @@ def in_ranks(
 
 
 def lines(root: Path, log: str, rank: int, kind: str) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (root / log / f"rank-{rank}.jsonl").read_text().splitlines()]
+    # What a rank was killed in the middle of writing is no line.
+    found = [json.loads(line) for line in (root / log / f"rank-{rank}.jsonl").read_text().split("\n")[:-1]]
     return [line for line in found if line["kind"] == kind]
 
 
