@@ -35,7 +35,8 @@ def wait_until(condition: Callable[[], Any], *, limit_s: float = 60.0) -> Any:
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    whole = path.read_text().split("\n")[:-1] if path.exists() else []  # the last one may be under way
+    return [json.loads(line) for line in whole]
 
 
 class Generation:
