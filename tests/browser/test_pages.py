@@ -8,7 +8,7 @@ import time
 
 import pytest
 from live_site import PASSWORD, USER, Site, log_in, opened
-from looks import Look, all_pages, drawn_looks, visit, wait_until_live, wrong_with
+from looks import Look, all_pages, drawn_looks, restyle, visit, wait_until_live, wrong_with
 from playwright.sync_api import Browser, Page, Route, expect
 
 EVERY_PAGE_LIMIT_S = 600
@@ -73,13 +73,7 @@ def test_table_that_is_cut_shows_at_which_side_there_is_more(chromium: Browser, 
         visit(page, "/nodes")
         page.click('[data-switch="live"]')
         # Only the ground is looked at, not what the table happens to show there, nor what a last fetch puts there.
-        page.evaluate(
-            """() => {
-                const bare = new CSSStyleSheet();
-                bare.replaceSync("#nodes-table table { visibility: hidden; }");
-                document.adoptedStyleSheets = [bare];
-            }"""
-        )
+        restyle(page, "#nodes-table table { visibility: hidden; }")
         table = page.locator("#nodes-table")
         box = table.bounding_box()
         assert box is not None

@@ -26,7 +26,7 @@ T = TypeVar("T")
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 START_LIMIT_S = 120.0
-STOP_LIMIT_S = 90.0
+STOP_LIMIT_S = 45.0
 ORDER_LIMIT_S = 30.0
 LEISURELY = ("--step-time", "0.1")
 """More arguments for the job: half as many steps per second, for systems that others run beside."""
