@@ -25,14 +25,15 @@ class DatabaseThreads:
 
     async def run(self, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
         """Run a function that uses the ORM, with its connection closed when it is too old or broken."""
-        call = partial(_with_fresh_connection, partial(function, *args, **kwargs))
+        call = partial(with_fresh_connection, partial(function, *args, **kwargs))
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
 
 in_database_thread = DatabaseThreads(4, name="live-database").run
 
 
-def _with_fresh_connection(call: Callable[[], Result]) -> Result:
+def with_fresh_connection(call: Callable[[], Result]) -> Result:
+    """Call a function that uses the ORM in this thread, which serves many."""
     close_old_connections()
     try:
         return call()

@@ -1,7 +1,8 @@
 """The agents' socket: decodes frames, hands facts to `recovery.ingest`, answers heartbeats.
 
 It has its own receive loop, since the stock consumer hops to one shared thread before every message: five times the
-cost, and one slow socket would hold up all others. Database work runs in a small pool of threads.
+cost, and one slow socket would hold up all others. Database work runs in threads: what writes goes through the writer
+that all sockets share.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 from agents.protocol.codec import encode_frame
 from agents.protocol.errors import CloseCode, ProtocolError
@@ -29,6 +30,7 @@ from agents.protocol.version import PROTOCOL_VERSION
 from dashboard.consumers.connection import DATABASE_AWAY, SEND_WITHIN_S, Connection, Send
 from dashboard.consumers.fleet import fleet, push
 from dashboard.database_threads import in_database_thread
+from dashboard.database_writer import writer
 from recovery import access, ingest, sessions
 
 log = logging.getLogger(__name__)
@@ -42,6 +44,7 @@ AWAY = "The server cannot reach its database. Reconnect: nothing is lost meanwhi
 MAX_BATCH = 500
 
 Receive = Callable[[], Any]
+Result = TypeVar("Result")
 
 
 async def lifespan(scope: dict[str, Any], receive: Receive, send: Send) -> None:
@@ -72,9 +75,9 @@ async def agent_socket(scope: dict[str, Any], receive: Receive, send: Send) -> N
     if node is None:
         await _end(send, CloseCode.UNAUTHORIZED, "This credential is unknown or revoked. Join with a new join token.")
         return
-    connection = Connection(node_id=node.pk, node=node.name, send=send)
+    connection, events = Connection(node_id=node.pk, node=node.name, send=send), _Events(receive)
     try:
-        await _serve(connection, receive)
+        await _serve(connection, events)
     except ProtocolError as err:
         log.warning("node=%s closed code=%d %s", node.name, err.code, err.reason)
         await _end(send, err.code, err.reason)
@@ -84,6 +87,7 @@ async def agent_socket(scope: dict[str, Any], receive: Receive, send: Send) -> N
         log.warning("node=%s sent away, since its session cannot be stored: %s", node.name, err)
         await _end(send, CloseCode.SERVER_ERROR, AWAY)
     finally:
+        events.close()
         fleet.remove(connection)
         await _forget_session(connection)
 
@@ -91,7 +95,7 @@ async def agent_socket(scope: dict[str, Any], receive: Receive, send: Send) -> N
 async def _forget_session(connection: Connection) -> None:
     """Say that nobody is connected any more; if that cannot be stored, the node's silence tells it."""
     try:
-        await in_database_thread(sessions.end_session, connection.node_id, session=connection.session)
+        await writer.run(sessions.end_session, connection.node_id, session=connection.session)
     except DATABASE_AWAY as err:
         log.warning("node=%s its session stays noted as open: %s", connection.node, err)
 
@@ -114,16 +118,20 @@ async def _end(send: Send, code: int, reason: str) -> None:
         log.debug("goodbye not sent: %s", err)
 
 
-async def _serve(connection: Connection, receive: Receive) -> None:
+async def _serve(connection: Connection, events: _Events) -> None:
     fleet.listen()
-    hello = await asyncio.wait_for(_next_message(connection, receive), HELLO_WITHIN_S)
+    hello = await asyncio.wait_for(_next_message(connection, events), HELLO_WITHIN_S)
     if hello is None:
         return
     _, message = hello
     assert isinstance(message, Hello)  # the session lets nothing else be first
-    acknowledged = await in_database_thread(
-        sessions.begin_session, connection.node_id, message, session=connection.session, observer=fleet.observer
+    acknowledged = await events.unless_gone(
+        writer.run(
+            sessions.begin_session, connection.node_id, message, session=connection.session, observer=fleet.observer
+        )
     )
+    if acknowledged is None:
+        return
     connection.heard_at = time.monotonic()
     welcome = Welcome(
         protocol=PROTOCOL_VERSION,
@@ -136,7 +144,7 @@ async def _serve(connection: Connection, receive: Receive) -> None:
     fleet.add(connection)
     await push(connection)
     tasks = {
-        asyncio.create_task(_receive_all(connection, receive)),
+        asyncio.create_task(_receive_all(connection, events)),
         asyncio.create_task(_store_all(connection)),
         asyncio.create_task(connection.closing.wait()),
     }
@@ -154,10 +162,42 @@ async def _serve(connection: Connection, receive: Receive) -> None:
         await _end(connection.send, connection.last_words.code, connection.last_words.reason)
 
 
-async def _next_message(connection: Connection, receive: Receive) -> tuple[int, FromAgent] | None:
+class _Events:
+    """A socket's events, the next of which can be looked at while something else goes on."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._ahead: asyncio.Future[Any] | None = None
+
+    async def next(self) -> Any:
+        if self._ahead is None:
+            return await self._receive()
+        ahead, self._ahead = self._ahead, None
+        return await ahead
+
+    def close(self) -> None:
+        if self._ahead is not None:
+            self._ahead.cancel()
+
+    async def unless_gone(self, work: Coroutine[Any, Any, Result]) -> Result | None:
+        """What the work returns; None, and the work is called off, if the peer hangs up meanwhile.
+
+        Agents that wait too long for a slow database hang up and come again: what they asked for then must not pile up.
+        """
+        working, self._ahead = asyncio.create_task(work), asyncio.ensure_future(self._receive())
+        try:
+            await asyncio.wait({working, self._ahead}, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done() and self._ahead.result()["type"] == "websocket.disconnect":
+                return None
+            return await working
+        finally:
+            working.cancel()
+
+
+async def _next_message(connection: Connection, events: _Events) -> tuple[int, FromAgent] | None:
     """The next message that is no repeat; None once the socket is closed."""
     while True:
-        event = await receive()
+        event = await events.next()
         if event["type"] == "websocket.disconnect":
             return None
         received = connection.protocol.receive(event.get("bytes") or (event.get("text") or "").encode())
@@ -165,8 +205,8 @@ async def _next_message(connection: Connection, receive: Receive) -> tuple[int, 
             return received
 
 
-async def _receive_all(connection: Connection, receive: Receive) -> None:
-    while (received := await _next_message(connection, receive)) is not None:
+async def _receive_all(connection: Connection, events: _Events) -> None:
+    while (received := await _next_message(connection, events)) is not None:
         now = time.time()
         connection.heard_at = time.monotonic()
         seq, message = received
@@ -205,9 +245,8 @@ async def _store(connection: Connection, batch: list[tuple[int, FromAgent]]) -> 
     """Try until the database takes it: facts wait in the agent's outbox meanwhile, nothing is dropped."""
     pause_s = 0.2
     while True:
-        await fleet.let_it_record()
         try:
-            return await in_database_thread(
+            return await writer.run(
                 ingest.store_facts,
                 connection.node_id,
                 batch,

@@ -17,7 +17,7 @@ from agents.protocol.codec import encode_frame
 from agents.protocol.errors import CloseCode
 from agents.protocol.messages import FromAgent, Goodbye, GpuSample, Message
 from agents.protocol.session import ServerSession
-from dashboard.database_threads import in_database_thread
+from dashboard.database_writer import writer
 from recovery import sessions
 from recovery.ids import fresh_id
 
@@ -87,6 +87,6 @@ class Connection:
 
 async def _record_gpus(connection: Connection, samples: list[GpuSample]) -> None:
     try:
-        await in_database_thread(sessions.record_gpus, connection.node_id, samples)
+        await writer.run(sessions.record_gpus, connection.node_id, samples)
     except Exception as err:
         log.warning("node=%s GPU samples not stored: %s", connection.node, err)

@@ -13,12 +13,11 @@ import math
 import time
 from collections import deque
 
-from django.db import connection as database
-
 from agents.protocol.errors import CloseCode
 from agents.protocol.messages import Order
 from dashboard.consumers.connection import DATABASE_AWAY, SEND_WITHIN_S, Connection
 from dashboard.database_threads import DatabaseThreads, in_database_thread
+from dashboard.database_writer import writer
 from recovery import orders, sessions, wakeup
 from recovery.domain.silence import OBSERVER_GONE_AFTER_S
 from recovery.ids import fresh_id
@@ -29,7 +28,6 @@ log = logging.getLogger(__name__)
 RECORD_EVERY_S = 1.0
 """Whom this process heard goes into the database together with its own beat; nodes are judged by that."""
 LOOK_EVERY_S = 1.0
-YIELD_S = 5.0
 BLIND_AFTER_S = OBSERVER_GONE_AFTER_S
 """After so long without a record (this process was slow, or the database away) silences are counted anew."""
 TICK_EVERY_S = 0.5
@@ -65,7 +63,6 @@ class Fleet:
         """Names this process, for as long as its loop turns."""
         self._tasks: list[asyncio.Task[None]] = []
         self._look = asyncio.Event()
-        self._not_recording = asyncio.Event()
         self._lag = Lag()
         # All on the monotonic clock:
         self._named_at = 0.0
@@ -82,7 +79,7 @@ class Fleet:
     def listen(self) -> None:
         """Begin to observe, also without a connection: that nobody comes says something only if somebody listens."""
         if all(task.done() for task in self._tasks):
-            self._look, self._not_recording = asyncio.Event(), asyncio.Event()
+            self._look = asyncio.Event()
             self._begin_anew()
             self._tasks = [asyncio.create_task(work()) for work in (self._tick, self._beat, self._run, self._listen)]
 
@@ -119,22 +116,14 @@ class Fleet:
         """Write down each second whom this process heard, whatever else it has to do."""
         while True:
             began = time.monotonic()
-            self._not_recording.clear()
             try:
-                await self._record()
+                with writer.going_first():
+                    await self._record()
             except DATABASE_AWAY as err:
                 log.warning("agents' sockets: whom they heard is not stored, no lease is granted: %s", err)
             except Exception:
                 log.exception("agents' sockets: whom they heard is not stored; trying again in %.0f s", RECORD_EVERY_S)
-            finally:
-                self._not_recording.set()
             await asyncio.sleep(max(0.0, began + RECORD_EVERY_S - time.monotonic()))
-
-    async def let_it_record(self) -> None:
-        """Where writers do not queue up but try again and again, let the record of whom we heard go first."""
-        if database.vendor == "sqlite":
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._not_recording.wait(), YIELD_S)
 
     async def _run(self) -> None:
         """Bring sockets in step with the rows, once a second and whenever somebody says that orders changed."""

@@ -1,0 +1,165 @@
+"""Writes of one web process in turn: what waits is stored together, in one transaction that is flushed once.
+
+SQLite has one writer at a time, who keeps all others out until its disk has flushed, and nobody queues: each waiter
+sleeps up to 0.1 s between two tries and gives up after 20 s. Many small transactions on a slow disk are then more than
+it can take, and some of them starve. So the agents' consumers hand their writes over here: however many nodes there
+are, the disk is asked to flush once for all that came meanwhile. PostgreSQL flushes for many at once by itself and
+locks rows only, so that each write there stays a transaction of its own, and none waits for another's rows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+from django.db import connection, transaction
+
+from dashboard.database_threads import in_database_thread, with_fresh_connection
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+HOLD_S = 0.5
+"""No further write joins a group that has been at work for so long: others want to write, too."""
+REST_S = 0.12
+"""Between two groups: longer than SQLite sleeps between two tries, so that whoever else waits finds its lock free."""
+YIELD_S = 5.0
+"""For so long a group lets go first who asked for it."""
+
+
+@dataclass(eq=False)
+class _Write:
+    """One write that somebody waits for."""
+
+    call: Callable[[], Any]
+    done: Future[Any] = field(default_factory=Future)
+    begun: bool = False
+    result: Any = None
+    error: Exception | None = None
+
+    def begin(self) -> bool:
+        """False if nobody waits for it any more; from now on it counts as done, whoever still waits."""
+        self.begun = self.begun or self.done.set_running_or_notify_cancel()
+        return self.begun
+
+    def perform(self) -> None:
+        """Within the group's transaction, but undone on its own. Raises only what undoes the whole group."""
+        self.result, self.error = None, None
+        try:
+            with transaction.atomic():
+                self.result = self.call()
+        except Exception as err:
+            if transaction.get_rollback():
+                raise
+            self.error = err
+
+    def settle(self) -> None:
+        if self.error is not None:
+            self.done.set_exception(self.error)
+        else:
+            self.done.set_result(self.result)
+
+
+def _settle(group: Iterable[_Write]) -> None:
+    for write in group:
+        write.settle()
+
+
+class DatabaseWriter:
+    """Runs functions that write, in the order in which they were given, many of them in one transaction."""
+
+    def __init__(self, *, name: str) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        self._waiting: deque[_Write] = deque()
+        self._nobody_first = threading.Event()
+        self._nobody_first.set()
+        self._rested_at = 0.0
+        """On the monotonic clock: before then no group begins."""
+
+    async def run(self, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+        """Return what the function returned, or raise what it raised, once that is committed.
+
+        Whoever is cancelled before the function began has not written anything.
+        """
+        if connection.vendor != "sqlite":
+            return await in_database_thread(function, *args, **kwargs)
+        write = _Write(partial(function, *args, **kwargs))
+        self._waiting.append(write)
+        self._thread.submit(self._write_what_waits)
+        result: Result = await asyncio.wrap_future(write.done)
+        return result
+
+    @contextlib.contextmanager
+    def going_first(self) -> Iterator[None]:
+        """While this lasts no group begins: somebody writes by a thread of its own who must not wait for many."""
+        self._nobody_first.clear()
+        try:
+            yield
+        finally:
+            self._nobody_first.set()
+
+    def _write_what_waits(self) -> None:
+        if not self._waiting:
+            return  # an earlier group has taken it along
+        time.sleep(max(0.0, self._rested_at - time.monotonic()))
+        self._nobody_first.wait(YIELD_S)
+        try:
+            with_fresh_connection(partial(self._write_group, HOLD_S))
+        except Exception as err:
+            self._recover([], err)
+        finally:
+            self._rested_at = time.monotonic() + REST_S
+
+    def _write_group(self, hold_s: float) -> None:
+        """One transaction for the first that waits, and for those that can be written within `hold_s`."""
+        group: list[_Write] = []
+        try:
+            with transaction.atomic():  # may wait long: who comes or goes until it has begun, is still heeded
+                # Before all hints of the group: whoever waits for a commit does not wait for the broker.
+                transaction.on_commit(partial(_settle, group))
+                until = time.monotonic() + hold_s
+                while self._waiting and (not group or time.monotonic() < until):
+                    write = self._waiting.popleft()
+                    if write.begin():
+                        group.append(write)
+                        write.perform()
+        except Exception as err:
+            self._recover(group, err)
+
+    def _recover(self, group: list[_Write], err: Exception) -> None:
+        """Nothing of a group is stored. One write may have spoilt it: each gets a transaction of its own."""
+        if group and group[0].done.done():
+            log.error("agents' sockets: after a commit, a hint was not sent", exc_info=err)
+            return
+        if len(group) > 1:
+            self._waiting.extendleft(reversed(group))
+            for _ in group:
+                if self._waiting:
+                    self._write_group(0.0)
+            return
+        if not group:  # it did not even begin: the database is away, for all
+            group = self._drain()
+        for write in group:
+            write.error = err
+        _settle(group)
+
+    def _drain(self) -> list[_Write]:
+        drained = []
+        while self._waiting:
+            write = self._waiting.popleft()
+            if write.begin():
+                drained.append(write)
+        return drained
+
+
+writer = DatabaseWriter(name="agents-writer")
