@@ -76,10 +76,11 @@ def _settle(group: Iterable[_Write]) -> None:
 
 
 class DatabaseWriter:
-    """Runs functions that write, in the order in which they were given, many of them in one transaction."""
+    """Runs functions that write in the order in which they were given, urgent ones first, many in one transaction."""
 
     def __init__(self, *, name: str) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        self._urgent: deque[_Write] = deque()
         self._waiting: deque[_Write] = deque()
         self._nobody_first = threading.Event()
         self._nobody_first.set()
@@ -91,13 +92,11 @@ class DatabaseWriter:
 
         Whoever is cancelled before the function began has not written anything.
         """
-        if connection.vendor != "sqlite":
-            return await in_database_thread(function, *args, **kwargs)
-        write = _Write(partial(function, *args, **kwargs))
-        self._waiting.append(write)
-        self._thread.submit(self._write_what_waits)
-        result: Result = await asyncio.wrap_future(write.done)
-        return result
+        return await self._run(self._waiting, partial(function, *args, **kwargs))
+
+    async def run_urgently(self, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+        """Like `run`, ahead of all that is not urgent: for what somebody waits for who gives up after a while."""
+        return await self._run(self._urgent, partial(function, *args, **kwargs))
 
     @contextlib.contextmanager
     def going_first(self) -> Iterator[None]:
@@ -108,8 +107,25 @@ class DatabaseWriter:
         finally:
             self._nobody_first.set()
 
+    async def _run(self, queue: deque[_Write], call: Callable[[], Result]) -> Result:
+        if connection.vendor != "sqlite":
+            return await in_database_thread(call)
+        write = _Write(call)
+        queue.append(write)
+        self._thread.submit(self._write_what_waits)
+        result: Result = await asyncio.wrap_future(write.done)
+        return result
+
+    def _next(self) -> _Write | None:
+        """The next write that somebody waits for."""
+        while queue := self._urgent or self._waiting:
+            write = queue.popleft()
+            if write.begin():
+                return write
+        return None
+
     def _write_what_waits(self) -> None:
-        if not self._waiting:
+        if not (self._urgent or self._waiting):
             return  # an earlier group has taken it along
         time.sleep(max(0.0, self._rested_at - time.monotonic()))
         self._nobody_first.wait(YIELD_S)
@@ -128,11 +144,9 @@ class DatabaseWriter:
                 # Before all hints of the group: whoever waits for a commit does not wait for the broker.
                 transaction.on_commit(partial(_settle, group))
                 until = time.monotonic() + hold_s
-                while self._waiting and (not group or time.monotonic() < until):
-                    write = self._waiting.popleft()
-                    if write.begin():
-                        group.append(write)
-                        write.perform()
+                while (not group or time.monotonic() < until) and (write := self._next()) is not None:
+                    group.append(write)
+                    write.perform()
         except Exception as err:
             self._recover(group, err)
 
@@ -142,24 +156,16 @@ class DatabaseWriter:
             log.error("agents' sockets: after a commit, a hint was not sent", exc_info=err)
             return
         if len(group) > 1:
-            self._waiting.extendleft(reversed(group))
+            self._urgent.extendleft(reversed(group))
             for _ in group:
-                if self._waiting:
+                if self._urgent:
                     self._write_group(0.0)
             return
         if not group:  # it did not even begin: the database is away, for all
-            group = self._drain()
+            group = list(iter(self._next, None))
         for write in group:
             write.error = err
         _settle(group)
-
-    def _drain(self) -> list[_Write]:
-        drained = []
-        while self._waiting:
-            write = self._waiting.popleft()
-            if write.begin():
-                drained.append(write)
-        return drained
 
 
 writer = DatabaseWriter(name="agents-writer")

@@ -95,7 +95,7 @@ async def agent_socket(scope: dict[str, Any], receive: Receive, send: Send) -> N
 async def _forget_session(connection: Connection) -> None:
     """Say that nobody is connected any more; if that cannot be stored, the node's silence tells it."""
     try:
-        await writer.run(sessions.end_session, connection.node_id, session=connection.session)
+        await writer.run_urgently(sessions.end_session, connection.node_id, session=connection.session)
     except DATABASE_AWAY as err:
         log.warning("node=%s its session stays noted as open: %s", connection.node, err)
 
@@ -126,7 +126,7 @@ async def _serve(connection: Connection, events: _Events) -> None:
     _, message = hello
     assert isinstance(message, Hello)  # the session lets nothing else be first
     acknowledged = await events.unless_gone(
-        writer.run(
+        writer.run_urgently(
             sessions.begin_session, connection.node_id, message, session=connection.session, observer=fleet.observer
         )
     )

@@ -224,6 +224,14 @@ async def test_group_that_has_been_at_work_for_long_leaves_the_rest_to_the_next(
     assert len([name for name in commits if name.startswith("writer-under-test")]) == 3
 
 
+async def test_urgent_one_overtakes_those_that_can_wait(writer: DatabaseWriter) -> None:
+    rows = await nodes("gpu-01", "gpu-02", "gpu-03")
+    order: list[int] = []
+    writes = [writer.run(order.append, row.pk) for row in rows[:2]]
+    await together(*writes, writer.run_urgently(order.append, rows[2].pk))
+    assert order == [rows[2].pk, rows[0].pk, rows[1].pk]
+
+
 async def test_group_lets_go_first_who_asks_for_it(writer: DatabaseWriter) -> None:
     (row,) = await nodes("gpu-01")
     with writer.going_first():
