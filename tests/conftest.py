@@ -23,10 +23,11 @@ settings.load_profile("ci" if os.environ.get("CI") else "here")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out of a run with production's servers what uses no server, and what serves pages to a real browser."""
+    """Leave out of a run with production's servers what uses none of them, and what serves pages to a real browser."""
     if django_settings.SERVERS != "production":
         return
-    chosen = [item for item in items if item.get_closest_marker("django_db") or item.get_closest_marker("servers")]
+    of_servers = [item for item in items if item.get_closest_marker("django_db") or item.get_closest_marker("servers")]
+    chosen = [item for item in of_servers if not item.get_closest_marker("sqlite")]
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = chosen
 

@@ -9,7 +9,6 @@ from collections.abc import Awaitable
 from typing import Any
 
 import pytest
-from django.conf import settings
 from django.db import IntegrityError, OperationalError, connection, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 
@@ -21,10 +20,7 @@ from recovery.models import Node, RankRow
 from tests.fakes.told_fleet import ToldFleet
 from tests.integration.test_agent_socket import Peer, call, credential
 
-pytestmark = [
-    pytest.mark.django_db(transaction=True),
-    pytest.mark.skipif(settings.SERVERS == "production", reason="PostgreSQL takes many writers at once"),
-]
+pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.sqlite]
 
 NAMES = [f"gpu-{number:02}" for number in range(1, 13)]
 GAP = OutboxGap(first_seq=1, last_seq=1, reason="a full disk")
