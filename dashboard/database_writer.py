@@ -32,7 +32,7 @@ Result = TypeVar("Result")
 HOLD_S = 0.5
 """No further write joins a group that has been at work for so long: others want to write, too."""
 REST_S = 0.12
-"""Between two groups: longer than SQLite sleeps between two tries, so that whoever else waits finds its lock free."""
+"""Before each group: longer than SQLite sleeps between two tries, so that another process that waits finds it free."""
 YIELD_S = 5.0
 """For so long a group lets go first who asked for it."""
 
@@ -105,6 +105,7 @@ class DatabaseWriter:
         try:
             yield
         finally:
+            self._rest()
             self._nobody_first.set()
 
     async def _run(self, queue: deque[_Write], call: Callable[[], Result]) -> Result:
@@ -127,14 +128,17 @@ class DatabaseWriter:
     def _write_what_waits(self) -> None:
         if not (self._urgent or self._waiting):
             return  # an earlier group has taken it along
-        time.sleep(max(0.0, self._rested_at - time.monotonic()))
         self._nobody_first.wait(YIELD_S)
+        time.sleep(max(0.0, self._rested_at - time.monotonic()))
         try:
             with_fresh_connection(partial(self._write_group, HOLD_S))
         except Exception as err:
             self._recover([], err)
         finally:
-            self._rested_at = time.monotonic() + REST_S
+            self._rest()
+
+    def _rest(self) -> None:
+        self._rested_at = time.monotonic() + REST_S
 
     def _write_group(self, hold_s: float) -> None:
         """One transaction for the first that waits, and for those that can be written within `hold_s`."""

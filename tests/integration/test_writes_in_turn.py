@@ -235,3 +235,13 @@ async def test_group_lets_go_first_who_asks_for_it(writer: DatabaseWriter) -> No
         await asyncio.sleep(0.3)
         assert not write.done()
     assert await asyncio.wait_for(write, 2) == row.pk
+
+
+async def test_another_process_has_its_turn_between_who_goes_first_and_the_next_group(writer: DatabaseWriter) -> None:
+    (row,) = await nodes("gpu-01")
+    with writer.going_first():
+        write = asyncio.ensure_future(writer.run(name_it, row.pk, "new"))
+        await asyncio.sleep(2 * database_writer.REST_S)
+        ended = time.monotonic()
+    await write
+    assert time.monotonic() - ended >= database_writer.REST_S
