@@ -12,7 +12,7 @@ CASES ?= 200
 SCRATCH := EVERSTEP_HOME=$(CURDIR)/.venv/scratch
 
 .PHONY: help install demo demo-check drills single-node shrink check check-format check-lint check-types check-imports \
-	check-unit test test-systems test-training test-agents test-rows test-pages proof planted-bugs \
+	check-unit test test-training test-systems test-rows test-agents test-pages test-production proof planted-bugs \
 	corruptions exactness axe chaos simulate silence openapi lock clean
 .DEFAULT_GOAL := help
 
@@ -73,28 +73,30 @@ ifdef ARGS
 	@$(BIN)/pytest $(ARGS)
 	@EVERSTEP_TEST_SERVERS=production $(BIN)/pytest $(ARGS) || [ $$? = 5 ] # 5: ARGS chose none of those
 else
-	@$(MAKE) --no-print-directory -j5 test-systems test-training test-pages test-agents test-rows
+	@$(MAKE) --no-print-directory -j4 test-training test-systems test-rows test-agents test-pages test-production
 endif
 
 named = $(wildcard $(addprefix tests/integration/test_,$(1)))
 AGENTS_TESTS := $(call named,agent_*.py node_drills.py server_life.py supervise*.py)
 TRAINING_TESTS := $(call named,replayable_*.py resume_*.py run_*.py runner_*.py samples_*.py save_*.py)
 EXACTNESS_TESTS := tests/acceptance/test_exactness.py
-# Lanes side by side, since many of these tests wait: for leases to run out, for processes to start and to die.
-test-systems: install
-	@$(BIN)/pytest -q tests/acceptance --ignore=$(EXACTNESS_TESTS)
-
+# Lanes, four at a time: many of these tests wait for leases to run out, for processes to start and to die.
 test-training: install
 	@$(BIN)/pytest -q $(EXACTNESS_TESTS) $(TRAINING_TESTS)
 
-test-agents: install
-	@$(BIN)/pytest -q $(AGENTS_TESTS)
+test-systems: install
+	@$(BIN)/pytest -q tests/acceptance --ignore=$(EXACTNESS_TESTS)
 
 test-rows: install
 	@$(BIN)/pytest -q tests/integration $(addprefix --ignore=,$(AGENTS_TESTS) $(TRAINING_TESTS))
 
+test-agents: install
+	@$(BIN)/pytest -q $(AGENTS_TESTS)
+
 test-pages: install
 	@$(BIN)/pytest -q tests/browser tests/simulation
+
+test-production: install
 	@EVERSTEP_TEST_SERVERS=production $(BIN)/pytest -q tests/integration
 
 planted-bugs: $(VENV) ## resumes with a bug in them are found and named, clean ones raise no alarm; real training. SEED=1

@@ -18,9 +18,11 @@ import pytest
 from chaos.scenarios import AFTER, ChaosSystem, Scenario, chaos_system, stop_redis
 from demo_check.rest import RestError
 from demo_check.system import LEISURELY, RunningSystem, order_drill, steady_job, unix_seconds
-from playwright.sync_api import expect, sync_playwright
+from playwright.sync_api import expect
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+from tests.servers.chromium import browser
+
+pytestmark = pytest.mark.slow
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_tiny_gpt.py"
 SHORT_JOB = Path(__file__).with_name("short_job.py")
@@ -40,9 +42,8 @@ def test_a_person_presses_the_button_and_sees_the_receipt_appear_without_reloadi
     system = chaos.system
     job = steady_job(system)
     login = json.loads((system.home / "login.json").read_text())
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        page = browser.new_page()
+    with browser() as chromium:
+        page = chromium.new_page()
         page.set_default_timeout(60_000)
         problems: list[str] = []
         page.on("pageerror", lambda error: problems.append(str(error)))
@@ -60,7 +61,6 @@ def test_a_person_presses_the_button_and_sees_the_receipt_appear_without_reloadi
         expect(page.locator("#receipt")).to_contain_text("Continuity is proven.", timeout=90_000)
         expect(page.locator("#timeline")).to_contain_text("Drill")
         assert page.evaluate("window.sameDocument") is True
-        browser.close()
     assert problems == []
     assert system.rest.get(f"jobs/{job['id']}")["generation"] == job["generation"] + 1
 
@@ -113,7 +113,7 @@ def test_a_dead_rank_costs_no_more_than_the_steps_since_the_last_snapshot_in_mem
     """Saved to disk at step 0 alone, kept in memory each 5 steps; nothing stays there once the job has ended."""
     job = submit(
         idle,
-        [str(EXAMPLE), "--steps", "100000", "--save-every", "100000", "--device", "cpu", "--step-time", "0.1"],
+        [str(EXAMPLE), "--steps", "100000", "--save-every", "100000", "--device", "cpu", *LEISURELY],
         memory_every=5,
         memory_partner=True,
     )

@@ -10,9 +10,11 @@ import os
 import random
 import sys
 
-from live_site import browser, opened, serving
+from live_site import opened, serving
 from looks import Look, all_pages, every_look, pages_with_breaker, wrong_with
 from playwright.sync_api import Page
+
+from tests.servers.chromium import browser
 
 
 def main() -> int:

@@ -66,7 +66,7 @@ class Peer:
         await self._asgi.send_input({"type": "websocket.receive", "bytes": frame})
 
     async def output(self) -> Any:
-        return await self._asgi.receive_output(timeout=5)
+        return await self._asgi.receive_output(timeout=60)
 
     async def receive(self, kind: type[Any]) -> Any:
         """The next message of a kind."""
@@ -78,7 +78,7 @@ class Peer:
 
     async def disconnect(self) -> None:
         await self._asgi.send_input({"type": "websocket.disconnect", "code": 1000})
-        await self._asgi.wait(timeout=5)
+        await self._asgi.wait(timeout=60)
 
 
 async def credential(node: str = "gpu-01") -> str:

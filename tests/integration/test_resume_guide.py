@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 from guide_blocks import ROOT, blocks
 from launches import free_port, lines_of, wait_until
 
@@ -94,7 +93,6 @@ def state_hashes(directory: Path, generation: int) -> dict[str, str]:
     }
 
 
-@pytest.mark.timeout(600)
 def test_killed_and_started_again_it_ends_bit_for_bit_where_it_would_have(tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
     (tmp_path / "cut").mkdir()

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 from launches import Generation, wait_until
 
 from everstep.checkpoint.manifest import complete_checkpoints
@@ -32,7 +31,6 @@ def resumed(generation: Generation, rank: int) -> dict[str, Any]:
     return next(line for line in generation.log(rank) if line["kind"] == "resumed")
 
 
-@pytest.mark.timeout(300)
 def test_job_goes_on_with_fewer_ranks_in_the_same_order_of_samples(tmp_path: Path) -> None:
     warm_up()
     command = [*COMMAND, "--batch", str(BATCH), "--step-time", "0.1"]

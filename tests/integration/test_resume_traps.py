@@ -400,7 +400,6 @@ def alike(text: str) -> str:
     return re.sub(r"\d+ MiB", "N MiB", re.sub(r"step-\d+-\w+", "STEP", text))
 
 
-@pytest.mark.timeout(400)
 def test_everstep_says_what_the_guide_quotes(tmp_path: Path) -> None:
     said: list[str] = []
     with warnings.catch_warnings(record=True) as caught:

@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
 from launches import Generation, free_port, has_ended, lines_of, wait_until
 
 from everstep.checkpoint.manifest import complete_checkpoints
@@ -56,7 +55,6 @@ def run_undisturbed(root: Path) -> list[list[dict[str, Any]]]:
     return [lines_of(root / f"rank-{rank}.jsonl") for rank in range(2)]
 
 
-@pytest.mark.timeout(300)
 def test_killed_rank_is_reported_at_once_and_the_next_generation_is_bit_equal_to_an_undisturbed_run(
     tmp_path: Path,
 ) -> None:

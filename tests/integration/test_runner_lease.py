@@ -57,7 +57,8 @@ def test_ranks_that_step_need_no_contact_and_are_killed_when_one_of_them_stops(t
             assert kinds == ["runner_started", "rank_started", "lease_expired", "rank_exited", "runner_ended"]
             expired, exited, ended = generation.every_event(node)[2:]
             assert expired["limit_s"] == LIMIT_S and LIMIT_S < expired["silent_s"] < LIMIT_S + 1.0
-            assert exited["signal"] == signal.SIGKILL
+            # Only a kill ends the stopped rank; the one that waits for it may see that before it is killed itself.
+            assert exited["signal"] == signal.SIGKILL or (node == 0 and exited["exit_code"] in (1, 76))
             assert ended["reason"] == "lease" and "no contact with the server and no progress" in ended["detail"]
 
 

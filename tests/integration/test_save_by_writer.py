@@ -23,8 +23,6 @@ from everstep.checkpoint.saver import Saver, SaveSettings
 from everstep.elastic.lease_files import boottime_ns
 from everstep.ranks import Team
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

@@ -100,7 +100,6 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
         made.kill()
 
 
-@pytest.mark.timeout(120)
 def test_a_request_that_reaches_one_rank_gives_one_save_of_both_at_the_same_step(pair: Pair) -> None:
     wait_until(lambda: len(pair.log(0, "step")) > 100)
     assert pair.saved() == [0]  # what was asked before they began is not asked of them
@@ -118,7 +117,6 @@ def test_a_request_that_reaches_one_rank_gives_one_save_of_both_at_the_same_step
     assert [pair.saves_begun(rank) for rank in range(2)] == [3, 3]
 
 
-@pytest.mark.timeout(120)
 def test_sigterm_to_one_rank_saves_once_and_ends_both(pair: Pair) -> None:
     pair.processes[1].send_signal(signal.SIGTERM)
     assert [process.wait(timeout=20) for process in pair.processes] == [143, 143]
@@ -127,7 +125,6 @@ def test_sigterm_to_one_rank_saves_once_and_ends_both(pair: Pair) -> None:
     assert pair.log(0, "finished") == []
 
 
-@pytest.mark.timeout(120)
 def test_auto_finds_one_interval_for_both_ranks_and_the_server_s_word_overrides_it(tmp_path: Path) -> None:
     (tmp_path / "alone").mkdir()
     (tmp_path / "told").mkdir()
@@ -159,7 +156,6 @@ lock(mutex)
 """
 
 
-@pytest.mark.timeout(60)
 def test_sigterm_ends_a_rank_that_is_stuck_below_python_at_the_limit() -> None:
     process = subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE)
     try:

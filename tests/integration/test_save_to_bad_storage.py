@@ -19,8 +19,6 @@ from everstep.checkpoint.manifest import CheckpointName, complete_checkpoints
 from everstep.checkpoint.saver import News, Saver, SaveSettings
 from everstep.ranks import Team
 
-pytestmark = pytest.mark.timeout(120)
-
 STORAGE = """
 import errno, os, time
 _write, _fsync, _script = os.write, os.fsync, {script!r}

@@ -39,7 +39,7 @@ def service(tmp_path: Path, code: str, *, name: str = "child", stage: int = 0, *
     )
 
 
-def pump_until(supervisor: Supervisor, done: Callable[[], bool], *, limit_s: float = 10.0) -> None:
+def pump_until(supervisor: Supervisor, done: Callable[[], bool], *, limit_s: float = 60.0) -> None:
     limit = time.monotonic() + limit_s
     while not done():
         assert time.monotonic() < limit, "waited in vain"

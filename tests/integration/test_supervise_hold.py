@@ -70,7 +70,7 @@ def group_of(leader: int) -> list[int]:
     return found
 
 
-def pump_until(supervisor: Supervisor, done: Callable[[], bool], *, limit_s: float = 10.0) -> None:
+def pump_until(supervisor: Supervisor, done: Callable[[], bool], *, limit_s: float = 60.0) -> None:
     limit = time.monotonic() + limit_s
     while not done():
         assert time.monotonic() < limit, "waited in vain"

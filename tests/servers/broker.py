@@ -15,7 +15,7 @@ import redis
 
 from everstep.cli.broker import find_program
 
-_START_LIMIT_S = 10.0
+_START_LIMIT_S = 60.0
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 

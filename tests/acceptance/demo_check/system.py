@@ -28,8 +28,8 @@ _libc = ctypes.CDLL(None)
 START_LIMIT_S = 120.0
 STOP_LIMIT_S = 45.0
 ORDER_LIMIT_S = 30.0
-LEISURELY = ("--step-time", "0.1")
-"""More arguments for the job: half as many steps per second, for systems that others run beside."""
+LEISURELY = ("--step-time", "0.2", "--batch", "4")
+"""More arguments for the job: fewer and lighter steps, for systems that others run beside."""
 EVERSTEP = (sys.executable, "-m", "everstep.cli.main")
 BLIND_EVERSTEP = (sys.executable, str(Path(__file__).with_name("blind_demo.py")))
 """The same with agents whose stop proof overlooks the children of ranks: a planted bug."""
