@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from pathlib import Path
 
 from everstep.telemetry import Telemetry
 
@@ -43,6 +44,9 @@ def main() -> None:
     telemetry.close()
     if rank == 0:
         time.sleep(arguments.linger_s)
+        checkpoints = Path(os.environ["EVERSTEP_CHECKPOINT_DIR"])
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        (checkpoints / "rank-0-left-at").write_text(str(time.time()))
 
 
 if __name__ == "__main__":

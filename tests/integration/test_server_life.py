@@ -25,7 +25,7 @@ from tests.servers.control_plane import ControlPlane, home_folder
 from tests.servers.database import PostgresqlOfSystem, Sqlite, SystemDatabase
 from tests.servers.postgresql import Postgresql
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.slow
 
 PRODUCTION = settings.SERVERS == "production"
 RECOVERED_WITHIN_S = 90.0
@@ -349,7 +349,7 @@ class Life:
 
     def tell(self, story: Story) -> None:
         """Wait for a story; raises what went wrong in it."""
-        self._told[story].result(timeout=390)
+        self._told[story].result(timeout=590)
 
     def _live(self) -> None:
         try:
