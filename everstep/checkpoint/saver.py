@@ -26,6 +26,7 @@ from everstep.checkpoint.manifest import ASIDE, CheckpointName
 from everstep.checkpoint.memory_tier import MemorySettings, MemoryTier
 from everstep.checkpoint.replicas import Replicas, handed_on_paths, synchronized_paths
 from everstep.checkpoint.snapshot import Snapshot, collect
+from everstep.checkpoint.structure_texts import StructureTexts
 from everstep.checkpoint.wire import receive, send
 from everstep.checkpoint.writers import Writer
 from everstep.errors import EverstepError, SaveFailed
@@ -125,6 +126,7 @@ class Saver:
     def __init__(self, settings: SaveSettings, team: Team) -> None:
         self._settings = settings
         self._team = team
+        self._texts = StructureTexts()
         self._replicas = Replicas()
         self._writer: Writer | None = None
         self._writer_problem = ""
@@ -262,7 +264,7 @@ class Saver:
         several = self._team.world_size > 1
         taken = _Taken(
             tensors=snapshot.tensors,
-            structures={part: json.dumps(structure) for part, structure in snapshot.structures.items()},
+            structures={part: self._texts.of(part, structure) for part, structure in snapshot.structures.items()},
             alike=self._replicas.fingerprint(snapshot.tensors) if several else b"",
         )
         if look is not None:

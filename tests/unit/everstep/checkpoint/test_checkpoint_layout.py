@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from everstep.checkpoint.arena import Arena
 from everstep.checkpoint.layout import Layout, plan_layout, signature
 from tests.fakes.threaded_team import on_each_rank
 
@@ -60,6 +61,19 @@ def test_copy_puts_the_live_values_where_the_layout_says() -> None:
     for chunk in layout.chunks:
         found = view(chunk.at, dtype=getattr(torch, chunk.dtype), sizes=chunk.sizes)
         assert torch.equal(found, changed[chunk.key])
+
+
+def test_copies_a_tensor_that_took_the_place_of_one_of_the_same_shape() -> None:
+    tensors = {"model/a": torch.ones(2, 3)}
+    (layout,) = plan(1, tensors)
+    arena = Arena(layout.size_bytes)
+    found = arena.view(0, dtype=torch.float32, sizes=(2, 3))
+    for value in (1.0, 2.0):
+        tensors["model/a"] = torch.full((2, 3), value)
+        layout.copy(tensors, arena.view)
+        assert found.eq(value).all()
+    del found
+    arena.close()
 
 
 @pytest.mark.parametrize(
