@@ -6,8 +6,10 @@ sharded one each rank writes its part. A plain tensor that differs between ranks
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -43,10 +45,17 @@ class Layout:
         self.text = json.dumps([vars(chunk) for chunk in self.chunks])
         """The chunks as JSON."""
 
-    def copy(self, tensors: Mapping[str, torch.Tensor], view: Callable[..., torch.Tensor]) -> None:
+    def copy(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        view: Callable[..., torch.Tensor],
+        *,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
         """Copy this rank's blocks of the live tensors (by key) to where `view` says; returns when all are copied.
 
-        Raises `SaveFailed` where a tensor is not what this layout was made for.
+        meanwhile: what else reads the live state; done when this returns. Raises `SaveFailed` where a tensor is not
+        what this layout was made for.
         """
         targets, sources = [], []
         with torch.no_grad():
@@ -58,10 +67,32 @@ class Layout:
                     raise SaveFailed(f"{chunk.key} has shape {tuple(block.shape)} here, {chunk.sizes} was planned")
                 targets.append(view(chunk.at, dtype=block.dtype, sizes=chunk.sizes))
                 sources.append(block)
-            if targets:  # a rank may have nothing to write: there are fewer tensors than ranks
-                torch._foreach_copy_(targets, sources, non_blocking=True)  # one call: Python costs more than copies
+            with _beside(meanwhile or (lambda: None)):
+                if targets:  # a rank may have nothing to write: there are fewer tensors than ranks
+                    torch._foreach_copy_(targets, sources, non_blocking=True)  # one call: Python costs more than copies
         for device in {block.device for block in sources} - {torch.device("cpu")}:
             torch.accelerator.synchronize(device)  # a model may be spread over several
+
+
+@contextlib.contextmanager
+def _beside(work: Callable[[], None]) -> Iterator[None]:
+    """Do that while the body copies, which leaves Python to others; returns when both are done.
+
+    With an accelerator it is done behind the body: copies are only queued there, and what another thread asks a device
+    for would not wait for the streams of this one.
+    """
+    if torch.accelerator.is_available():
+        yield
+        work()
+        return
+    with ThreadPoolExecutor(1, thread_name_prefix="everstep-look") as other:
+        finish: Callable[[], object]
+        try:
+            finish = other.submit(work).result
+        except RuntimeError:  # this process may have no more threads
+            finish = work
+        yield
+        finish()
 
 
 Signature = tuple[tuple[str, torch.dtype, torch.Size, object], ...]

@@ -6,6 +6,7 @@ checkpoint as a whole and on each rank for what went wrong with its own part.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import select
@@ -26,6 +27,7 @@ from everstep.checkpoint.manifest import ASIDE, CheckpointName
 from everstep.checkpoint.memory_tier import MemorySettings, MemoryTier
 from everstep.checkpoint.replicas import Replicas, handed_on_paths, synchronized_paths
 from everstep.checkpoint.snapshot import Snapshot, collect
+from everstep.checkpoint.structure_texts import StructureTexts
 from everstep.checkpoint.wire import receive, send
 from everstep.checkpoint.writers import Writer
 from everstep.errors import EverstepError, SaveFailed
@@ -103,8 +105,9 @@ class _Statement:
 
 @dataclass(frozen=True, kw_only=True)
 class _Taken:
-    """A snapshot as it is saved: live tensors by path, and each part's structure as JSON."""
+    """A snapshot as it is saved: collected states, live tensors by path, and each part's structure as JSON."""
 
+    states: dict[str, Any]
     tensors: dict[str, torch.Tensor]
     structures: dict[str, str]
     alike: bytes
@@ -125,6 +128,7 @@ class Saver:
     def __init__(self, settings: SaveSettings, team: Team) -> None:
         self._settings = settings
         self._team = team
+        self._texts = StructureTexts()
         self._replicas = Replicas()
         self._writer: Writer | None = None
         self._writer_problem = ""
@@ -190,9 +194,9 @@ class Saver:
 
         A collective. Never raises for what storage or a state does: training goes on. Where snapshots are kept in
         memory, each save goes there first, and to disk from there. One for memory alone waits for nothing: it is
-        skipped while an earlier save needs the copy. `look` is shown the collected states.
+        skipped while an earlier save needs the copy. `look` is shown the collected states while they are copied.
         """
-        taken, problem = _attempt(lambda: self._capture(tracked, look))
+        taken, problem = _attempt(lambda: self._capture(tracked))
         to_memory = (to_memory or to_disk) and self.keeps_in_memory
         statements = self._until_free(name, taken, problem, to_disk=to_disk)
         if statements is None:
@@ -225,7 +229,8 @@ class Saver:
         to_memory = to_memory and self._has_room(name, tensors, described)
         if to_disk or to_memory:
             aside = Path(statements[0].aside) if to_disk else None
-            self._hand_over(name, tensors, described, aside=aside, to_memory=to_memory)
+            meanwhile = None if look is None else functools.partial(look, taken.states)
+            self._hand_over(name, tensors, described, aside=aside, to_memory=to_memory, meanwhile=meanwhile)
         return to_disk or to_memory
 
     def _agree_on_memory(self, name: CheckpointName, statements: list[_Statement]) -> bool:
@@ -256,18 +261,16 @@ class Saver:
                 self._tell("not_kept", name, f"no snapshots are kept from here on: {self._memory.refusal}")
         return not self._memory.refusal
 
-    def _capture(self, tracked: Mapping[str, Any], look: Callable[[dict[str, Any]], None] | None) -> _Taken:
+    def _capture(self, tracked: Mapping[str, Any]) -> _Taken:
         states = collect(tracked)
         snapshot = Snapshot.of(states)
         several = self._team.world_size > 1
-        taken = _Taken(
+        return _Taken(
+            states=states,
             tensors=snapshot.tensors,
-            structures={part: json.dumps(structure) for part, structure in snapshot.structures.items()},
+            structures={part: self._texts.of(part, structure) for part, structure in snapshot.structures.items()},
             alike=self._replicas.fingerprint(snapshot.tensors) if several else b"",
         )
-        if look is not None:
-            look(states)
-        return taken
 
     def _compare(self, tracked: Mapping[str, Any], taken: _Taken, *, in_doubt: bool) -> bool:
         """Compare tensor by tensor what may be alike; True where other ones differ than before. A collective."""
@@ -369,6 +372,7 @@ class Saver:
         *,
         aside: Path | None,
         to_memory: bool,
+        meanwhile: Callable[[], None] | None,
     ) -> None:
         """The copy, and word to the writer. What fails here fails on this rank alone: its part is lost."""
         layout, settings = self._layout, self._settings
@@ -378,7 +382,7 @@ class Saver:
             text = _text(layout, described)
             self._make_room(layout.size_bytes + len(text))
             assert self._arena is not None
-            layout.copy(tensors, self._arena.view)
+            layout.copy(tensors, self._arena.view, meanwhile=meanwhile)
             self._arena.write(layout.size_bytes, text)
             self._arena_touched = True
             return len(text)

@@ -43,19 +43,25 @@ class _Tensors:
 
     def __init__(self) -> None:
         self.by_path: dict[str, torch.Tensor] = {}
-        self._paths: dict[tuple[object, ...], str] = {}
+        self._paths: dict[int, list[str]] = {}
+        """Of tensors that begin at an address: mostly one, and training waits for nothing more to be asked of it."""
 
     def add(self, path: str, tensor: torch.Tensor) -> str:
         """Where the tensor is filed: under its path, unless it is filed already or another one took the name."""
-        memory = _memory(tensor)
-        if memory is not None and memory in self._paths:
-            return self._paths[memory]
+        neighbours = self._paths.setdefault(_address(tensor), [])
+        if neighbours and (memory := _memory(tensor)) is not None:
+            for filed in neighbours:
+                if _memory(self.by_path[filed]) == memory:
+                    return filed
         while path in self.by_path:  # {"a/b": ...} beside {"a": {"b": ...}}, or the keys 1 and "1"
             path += "'"
         self.by_path[path] = tensor
-        if memory is not None:
-            self._paths[memory] = path
+        neighbours.append(path)
         return path
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.to_local().data_ptr() if isinstance(tensor, DTensor) else tensor.data_ptr()
 
 
 def _memory(tensor: torch.Tensor) -> tuple[object, ...] | None:
@@ -75,11 +81,14 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _flatten(value: Any, path: str, tensors: _Tensors) -> Structure:
-    # Training waits for it: most leaves are plain, and generators hold hundreds of numbers in a row.
-    if type(value) in _PLAIN:
+    # Training waits for it: most leaves are plain or tensors, and generators hold hundreds of numbers in a row.
+    kind = type(value)
+    if kind in _PLAIN:
         return value
-    if type(value) in (list, tuple) and _PLAIN.issuperset(map(type, value)):
-        return list(value) if type(value) is list else {"$": "tuple", "items": list(value)}
+    if (kind is list or kind is tuple) and _PLAIN.issuperset(map(type, value)):
+        return list(value) if kind is list else {"$": "tuple", "items": list(value)}
+    if kind is dict:
+        return {"$": "dict", "items": [_flatten_item(k, v, path, tensors) for k, v in value.items()]}
     if isinstance(value, torch.Tensor):
         check_tensor(value, path)
         order = {} if (strides := memory_order(value)) is None else {"strides": strides}
@@ -88,8 +97,8 @@ def _flatten(value: Any, path: str, tensors: _Tensors) -> Structure:
     if isinstance(value, np.ndarray | np.generic):
         array = np.asanyarray(value)
         check_array(array, path)
-        kind = "array" if isinstance(value, np.ndarray) else "scalar"
-        return {"$": kind, "dtype": array.dtype.str, "shape": list(array.shape), "data": _text(array.tobytes())}
+        name = "array" if isinstance(value, np.ndarray) else "scalar"
+        return {"$": name, "dtype": array.dtype.str, "shape": list(array.shape), "data": _text(array.tobytes())}
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, bytes):
@@ -99,18 +108,18 @@ def _flatten(value: Any, path: str, tensors: _Tensors) -> Structure:
     if isinstance(value, tuple) and not hasattr(value, "_fields"):  # a named one would come back without its names
         return {"$": "tuple", "items": [_flatten(item, f"{path}/{i}", tensors) for i, item in enumerate(value)]}
     if isinstance(value, Mapping):
-        kind = "counter" if isinstance(value, Counter) else "ordered" if isinstance(value, OrderedDict) else "dict"
-        return {"$": kind, "items": [list(_flatten_item(k, v, path, tensors)) for k, v in value.items()]}
+        name = "counter" if isinstance(value, Counter) else "ordered" if isinstance(value, OrderedDict) else "dict"
+        return {"$": name, "items": [_flatten_item(k, v, path, tensors) for k, v in value.items()]}
     raise UnsupportedState(
-        f"Cannot save {path}: a {type(value).__name__} cannot be stored. "
+        f"Cannot save {path}: a {kind.__name__} cannot be stored. "
         "Let its state_dict() hold tensors, numbers, strings, lists, tuples and dicts."
     )
 
 
-def _flatten_item(key: Any, value: Any, path: str, tensors: _Tensors) -> tuple[Structure, Structure]:
-    if key is not None and not isinstance(key, str | int | float | bool):
+def _flatten_item(key: Any, value: Any, path: str, tensors: _Tensors) -> list[Structure]:
+    if type(key) not in _PLAIN and not isinstance(key, str | int | float | bool):
         raise UnsupportedState(f"Cannot save {path}: a key of type {type(key).__name__}. Use strings or numbers.")
-    return key, _flatten(value, f"{path}/{key}", tensors)
+    return [key, _flatten(value, f"{path}/{key}", tensors)]
 
 
 def unflatten(structure: Structure, tensors: Mapping[str, torch.Tensor]) -> Any:

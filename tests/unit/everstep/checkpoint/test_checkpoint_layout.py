@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from everstep.checkpoint.arena import Arena
 from everstep.checkpoint.layout import Layout, plan_layout, signature
 from tests.fakes.threaded_team import on_each_rank
 
@@ -60,6 +63,59 @@ def test_copy_puts_the_live_values_where_the_layout_says() -> None:
     for chunk in layout.chunks:
         found = view(chunk.at, dtype=getattr(torch, chunk.dtype), sizes=chunk.sizes)
         assert torch.equal(found, changed[chunk.key])
+
+
+@pytest.fixture
+def small() -> Iterator[tuple[dict[str, torch.Tensor], Layout, Arena]]:
+    tensors = {"model/a": torch.full((2, 3), 7.0)}
+    (layout,) = plan(1, tensors)
+    arena = Arena(layout.size_bytes)
+    yield tensors, layout, arena
+    arena.close()
+
+
+def no_thread(*_: object) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "fake"),
+    [
+        (torch.accelerator, "is_available", lambda: False),
+        (torch.accelerator, "is_available", lambda: True),
+        (threading.Thread, "start", no_thread),
+    ],
+    ids=["beside", "behind", "no thread"],
+)
+def test_what_else_reads_the_state_is_done_once_when_all_is_copied(
+    small: Any, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, fake: Any
+) -> None:
+    tensors, layout, arena = small
+    monkeypatch.setattr(owner, name, fake)
+    looked: list[float] = []
+    layout.copy(tensors, arena.view, meanwhile=lambda: looked.append(float(tensors["model/a"].sum())))
+    assert looked == [42.0]
+    assert arena.view(0, dtype=torch.float32, sizes=(2, 3)).eq(7).all()
+
+
+@pytest.mark.parametrize("accelerated", [False, True])
+def test_what_fails_beside_a_copy_fails_it(small: Any, monkeypatch: pytest.MonkeyPatch, accelerated: bool) -> None:
+    tensors, layout, arena = small
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: accelerated)
+
+    def look() -> None:
+        raise ValueError("cannot look")
+
+    with pytest.raises(ValueError, match="cannot look"):
+        layout.copy(tensors, arena.view, meanwhile=look)
+
+
+def test_copies_a_tensor_that_took_the_place_of_one_of_the_same_shape(small: Any) -> None:
+    tensors, layout, arena = small
+    for value in (1.0, 2.0):
+        tensors["model/a"] = torch.full((2, 3), value)
+        layout.copy(tensors, arena.view)
+        assert arena.view(0, dtype=torch.float32, sizes=(2, 3)).eq(value).all()
 
 
 @pytest.mark.parametrize(

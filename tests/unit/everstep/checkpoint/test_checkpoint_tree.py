@@ -113,3 +113,33 @@ def test_refuses_an_array_whose_type_the_file_cannot_hold() -> None:
     for dtype in (">f4", "<U3", "S4", "<M8[ns]", "?", "<c16"):
         back = round_trip({"a": np.zeros(2, dtype=dtype)})["a"]
         assert back.dtype == np.dtype(dtype)
+
+
+BASE = torch.arange(12.0)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        BASE[:6],
+        BASE.view(3, 4),
+        BASE[::2],
+        BASE.view(torch.int32),
+        torch.view_as_complex(BASE.view(6, 2)),
+        torch.view_as_complex(BASE.view(6, 2)).conj(),
+        BASE[:0],
+    ],
+    ids=["shorter", "shape", "stride", "dtype", "complex", "conjugate", "empty"],
+)
+def test_tensors_that_begin_at_one_address_are_filed_apart_and_tied_ones_together(other: torch.Tensor) -> None:
+    structure, tensors = flatten({"one": BASE, "other": other, "again": BASE.detach()}, path="part")
+    assert [(path, id(tensor)) for path, tensor in tensors.items()] == [
+        ("part/one", id(BASE)),
+        ("part/other", id(other)),
+    ]
+    assert [item["path"] for _, item in structure["items"]] == ["part/one", "part/other", "part/one"]
+
+
+def test_empty_tensors_are_never_tied() -> None:
+    empty = torch.empty(0, 4)
+    assert list(flatten([empty, empty], path="part")[1]) == ["part/0", "part/1"]
