@@ -64,7 +64,7 @@ check-imports: $(VENV)
 	@$(BIN)/lint-imports >.venv/lint-imports.log || { cat .venv/lint-imports.log; exit 1; }
 
 check-unit: $(VENV)
-	@$(BIN)/pytest -q tests/unit
+	@$(BIN)/pytest -q --timeout 60 tests/unit
 
 # `make check test` runs the unit tests once, within check.
 test: install $(if $(ARGS)$(filter check,$(MAKECMDGOALS)),,check-unit) ## all tests; those of rows and broker also on PostgreSQL and Redis. Installs from apt what is missing
@@ -73,7 +73,7 @@ ifdef ARGS
 	@$(BIN)/pytest $(ARGS)
 	@EVERSTEP_TEST_SERVERS=production $(BIN)/pytest $(ARGS) || [ $$? = 5 ] # 5: ARGS chose none of those
 else
-	@$(MAKE) --no-print-directory -j4 test-training test-systems test-rows test-agents test-pages test-production
+	@$(MAKE) --no-print-directory -k -j4 test-training test-systems test-rows test-agents test-pages test-production
 endif
 
 named = $(wildcard $(addprefix tests/integration/test_,$(1)))

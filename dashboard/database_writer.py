@@ -1,4 +1,4 @@
-"""Writes of one web process in turn: what waits is stored together, in one transaction that is flushed once.
+"""What the agents' sockets of one web process write: all that waits is one transaction, flushed once.
 
 SQLite has one writer at a time, who keeps all others out until its disk has flushed, and nobody queues: each waiter
 sleeps up to 0.1 s between two tries and gives up after 20 s. Many small transactions on a slow disk are then more than
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from django.db import connection, transaction
+from django.db import OperationalError, connection, transaction
 
 from dashboard.database_threads import in_database_thread, with_fresh_connection
 
@@ -75,6 +75,18 @@ def _settle(group: Iterable[_Write]) -> None:
         write.settle()
 
 
+def _commit(writes: Iterable[_Write], group: list[_Write]) -> None:
+    """Perform writes in one transaction; `group` then holds them. Raises if nothing of it is stored."""
+    with transaction.atomic():  # may wait long: who comes or goes until it has begun, is still heeded
+        # Before all hints of the group: whoever waits for a commit does not wait for the broker.
+        transaction.on_commit(partial(_settle, group))
+        for write in writes:
+            group.append(write)
+            write.perform()
+        if transaction.get_rollback():
+            raise OperationalError("the transaction was lost while it was written")
+
+
 class DatabaseWriter:
     """Runs functions that write in the order in which they were given, urgent ones first, many in one transaction."""
 
@@ -90,7 +102,8 @@ class DatabaseWriter:
     async def run(self, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
         """Return what the function returned, or raise what it raised, once that is committed.
 
-        Whoever is cancelled before the function began has not written anything.
+        Whoever is cancelled before the function began has not written anything. What the function has done on commit
+        must be robust: an error there would lose what others of its group wanted done.
         """
         return await self._run(self._waiting, partial(function, *args, **kwargs))
 
@@ -126,44 +139,42 @@ class DatabaseWriter:
         return None
 
     def _write_what_waits(self) -> None:
-        if not (self._urgent or self._waiting):
-            return  # an earlier group has taken it along
+        if self._urgent or self._waiting:  # else an earlier group has taken it along
+            self._write(self._those_in_time())
+
+    def _those_in_time(self) -> Iterator[_Write]:
+        """Those that wait, until the group has been at work for long enough; at least one."""
+        until = time.monotonic() + HOLD_S
+        while (write := self._next()) is not None:
+            yield write
+            if time.monotonic() >= until:
+                return
+
+    def _write(self, writes: Iterable[_Write]) -> None:
+        """One transaction for these, once it is its turn."""
+        group: list[_Write] = []
         self._nobody_first.wait(YIELD_S)
         time.sleep(max(0.0, self._rested_at - time.monotonic()))
         try:
-            with_fresh_connection(partial(self._write_group, HOLD_S))
+            with_fresh_connection(partial(_commit, writes, group))
         except Exception as err:
-            self._recover([], err)
+            self._rest()
+            self._recover(group, err)
         finally:
             self._rest()
 
     def _rest(self) -> None:
         self._rested_at = time.monotonic() + REST_S
 
-    def _write_group(self, hold_s: float) -> None:
-        """One transaction for the first that waits, and for those that can be written within `hold_s`."""
-        group: list[_Write] = []
-        try:
-            with transaction.atomic():  # may wait long: who comes or goes until it has begun, is still heeded
-                # Before all hints of the group: whoever waits for a commit does not wait for the broker.
-                transaction.on_commit(partial(_settle, group))
-                until = time.monotonic() + hold_s
-                while (not group or time.monotonic() < until) and (write := self._next()) is not None:
-                    group.append(write)
-                    write.perform()
-        except Exception as err:
-            self._recover(group, err)
-
     def _recover(self, group: list[_Write], err: Exception) -> None:
-        """Nothing of a group is stored. One write may have spoilt it: each gets a transaction of its own."""
+        """Nothing of a group is stored. One write may have spoilt it: halves find out which, and the others go in."""
         if group and group[0].done.done():
-            log.error("agents' sockets: after a commit, a hint was not sent", exc_info=err)
+            log.error("agents' sockets: after a commit, hints of its writes were not sent", exc_info=err)
             return
         if len(group) > 1:
-            self._urgent.extendleft(reversed(group))
-            for _ in group:
-                if self._urgent:
-                    self._write_group(0.0)
+            half = len(group) // 2
+            self._write(group[:half])
+            self._write(group[half:])
             return
         if not group:  # it did not even begin: the database is away, for all
             group = list(iter(self._next, None))

@@ -55,8 +55,11 @@ _FORGET_OBSERVER_AFTER_S = 600.0
 
 def end_session(node_id: int, *, session: str) -> None:
     """Forget a session that closed, unless a newer one has taken its place."""
-    if Node.objects.filter(pk=node_id, session=session).update(session=""):
-        announce_change("fleet")
+    with transaction.atomic():
+        # The row is taken first: a session that began and was called off meanwhile may be about to be stored.
+        Node.objects.select_for_update().filter(pk=node_id).values_list("pk").first()
+        if Node.objects.filter(pk=node_id, session=session).update(session=""):
+            announce_change("fleet")
 
 
 @dataclass(frozen=True, kw_only=True)

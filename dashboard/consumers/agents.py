@@ -180,7 +180,7 @@ class _Events:
             self._ahead.cancel()
 
     async def unless_gone(self, work: Coroutine[Any, Any, Result]) -> Result | None:
-        """What the work returns; None, and the work is called off, if the peer hangs up meanwhile.
+        """What the work returns; None, and the work is called off, if the peer's next event is that it hangs up.
 
         Agents that wait too long for a slow database hang up and come again: what they asked for then must not pile up.
         """

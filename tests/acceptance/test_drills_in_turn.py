@@ -38,7 +38,7 @@ def test_loses_no_step_and_no_event_by(
     wrong = check_drill(*trained, kind, result=result, duration_s=seconds)
     assert wrong == []
     assert (result["drill"], result["steps_lost"], result["events_lost"], result["incidents"]) == ("passed", 0, 0, 0)
-    assert result["steps_checked"] > 30
+    assert result["steps_checked"] > 50
 
 
 def test_a_frozen_node_is_fenced_by_its_lease_and_does_nothing_once_it_is_thawed(

@@ -11,7 +11,6 @@ from live_site import PASSWORD, USER, Site, log_in, opened
 from looks import Look, all_pages, drawn_looks, restyle, visit, wait_until_live, wrong_with
 from playwright.sync_api import Browser, Page, Route, expect
 
-"""For a test that looks at all pages, on a machine that may be busy with other things."""
 TIMELINE_ROWS = "#timeline [data-seq]"
 
 

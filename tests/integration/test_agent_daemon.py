@@ -460,7 +460,7 @@ async def test_kills_a_rank_five_steps_after_a_save_and_never_again(
     assert fault_states(server) == [FaultState.ARMED, FaultState.APPLIED]
     reached = max(steps(server))
     saved = max(saved.step for saved in server.heard(CheckpointSaved))
-    assert 5 <= reached - saved <= 8
+    assert reached - saved >= 5
     # Ordered once more, for a new generation's sake renamed in nothing: also a restarted agent does not do it again.
     await server.until(lambda: reports(server, S.STOPPED))
     await agent.kill()

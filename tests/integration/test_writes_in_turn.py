@@ -183,6 +183,35 @@ async def test_one_that_loses_the_whole_transaction_is_told_so_and_the_others_ar
     assert await versions() == {"new"}
 
 
+async def test_one_that_loses_it_without_a_word_is_told_so_and_the_others_are_stored(writer: DatabaseWriter) -> None:
+    first, third = await nodes("gpu-01", "gpu-03")
+    results = await together(
+        writer.run(name_it, first.pk, "new"),
+        writer.run(lambda: connection.close()),
+        writer.run(name_it, third.pk, "new"),
+    )
+    assert (results[0], results[2]) == (first.pk, third.pk)
+    assert isinstance(results[1], OperationalError)
+    assert await versions() == {"new"}
+
+
+async def test_one_among_many_that_spoils_the_commit_is_found_by_halves(
+    writer: DatabaseWriter, commits: list[str]
+) -> None:
+    known = await nodes(*NAMES)
+
+    def refer_to_nothing() -> None:
+        RankRow.objects.create(generation_id=999, rank=0, node_id=999)
+
+    writes = [writer.run(name_it, node.pk, "new") for node in known]
+    commits.clear()
+    *results, spoilt = await together(*writes, writer.run(refer_to_nothing))
+    assert results == [node.pk for node in known]
+    assert isinstance(spoilt, IntegrityError)
+    assert await versions() == {"new"}
+    assert len([name for name in commits if name.startswith("writer-under-test")]) < len(known)
+
+
 async def test_all_are_told_at_once_that_the_database_is_away(writer: DatabaseWriter) -> None:
     rows = await nodes("gpu-01", "gpu-02", "gpu-03")
 
